@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compactors: carry out round plans on KV cache tensors. All back ends give the same bytes."""
+
+from randkv.compactor.base import Compactor, PairCounts
+
+__all__ = ["Compactor", "PairCounts"]

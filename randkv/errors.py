@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exception tree.
+
+RandKVError
+├── RandKVConfigError       bad policy, override or limit; also a ValueError
+├── RandKVUnsupportedError  engine configuration that the policy cannot run with; also a ValueError
+├── RandKVPatchError        the vLLM on this machine is not the one the patch is for
+└── RandKVLayoutError       KV cache layout that the compactor does not know
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_MAX_SHOWN = 200
+
+
+def shown(value: object) -> str:
+    """`repr(value)`, cut so that an error text stays readable whatever the input was."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}… ({len(text)} characters)"
+
+
+class RandKVError(Exception):
+    """Base class of every error that this package raises on purpose."""
+
+
+class RandKVConfigError(RandKVError, ValueError):
+    """A policy field with a value that cannot be used.
+
+    Attributes:
+        field: Dotted path of the field, for example ``kv_cache_policy.budget``.
+        value: The value that was given.
+        expected: What would have been accepted.
+        remedy: What to do, when that is more than using an accepted value.
+    """
+
+    def __init__(self, field: str, value: Any, expected: str, remedy: str = "") -> None:
+        self.field = field
+        self.value = value
+        self.expected = expected
+        self.remedy = remedy
+        text = f"{field} has value {shown(value)}: expected {expected}"
+        super().__init__(f"{text}. {remedy}" if remedy else text)
+
+
+class RandKVUnsupportedError(RandKVError, ValueError):
+    """The engine is configured in ways the policy cannot run with; all of them are listed."""
+
+    def __init__(self, reasons: list[str]) -> None:
+        self.reasons = reasons
+        lines = "\n".join(f"  - {reason}" for reason in reasons)
+        super().__init__(f"kv_cache_policy cannot be used with this configuration:\n{lines}")
+
+
+class RandKVPatchError(RandKVError):
+    """The installed vLLM differs from what the patch expects: names file, expected, found."""
+
+
+class RandKVLayoutError(RandKVError):
+    """The KV cache of this attention backend does not fit the layouts that can be compacted."""

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions that the patched vLLM calls. Import-light: vLLM imports this while it loads.
+
+Each hook is named after the place it is called from. With ``kv_cache_policy`` unset, every hook
+returns None or its argument unchanged, and vLLM takes the path it always took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from randkv.config import EnginePolicy
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.outputs import CompletionOutput
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.engine import EngineCoreRequest
+
+    from randkv.vllm.report import KVCacheReport
+    from randkv.vllm.scheduler import RequestState, SchedulerPolicy
+    from randkv.vllm.worker import WorkerPolicy
+
+
+def engine_policy(vllm_config: VllmConfig) -> EnginePolicy | None:
+    """The engine's policy, once `verify_config` has parsed it; None when off."""
+    policy: EnginePolicy | None = vllm_config.cache_config.kv_cache_policy
+    return policy
+
+
+def verify_config(vllm_config: VllmConfig) -> None:
+    """Called when the engine's configuration is complete: parse the policy, check what it needs.
+
+    Mutates ``cache_config.kv_cache_policy``: from what the user gave to an `EnginePolicy`.
+
+    Raises:
+        RandKVConfigError: Bad policy or limits.
+        RandKVPatchError: vLLM is not patched, or only in part.
+        RandKVUnsupportedError: Lists every reason the policy cannot run.
+    """
+    cache_config = vllm_config.cache_config
+    if not isinstance(cache_config.kv_cache_policy, EnginePolicy):
+        cache_config.kv_cache_policy = EnginePolicy.parse(
+            cache_config.kv_cache_policy, cache_config.kv_cache_policy_limits
+        )
+    if cache_config.kv_cache_policy is None:
+        return
+    from randkv import patching
+    from randkv.vllm.support import refuse_unsupported
+
+    patching.check()
+    refuse_unsupported(vllm_config)
+
+
+def max_physical_len(vllm_config: VllmConfig, max_model_len: int) -> int:
+    """The most tokens one request can hold in the KV cache, for the start-up memory check."""
+    policy = engine_policy(vllm_config)
+    bound = None if policy is None else policy.max_physical_len
+    return max_model_len if bound is None else min(max_model_len, bound)
+
+
+def resolve_request(
+    vllm_config: VllmConfig, request: EngineCoreRequest, resumable: bool
+) -> EngineCoreRequest:
+    """Validate a new request's override and put the resolved policy into its ``extra_args``.
+
+    Raises:
+        RequestPolicyError: Names the field; fails this request alone.
+    """
+    from randkv.vllm.requests import resolve
+
+    resolve(engine_policy(vllm_config), request, resumable)
+    return request
+
+
+def refuse_beam_search(vllm_config: VllmConfig) -> None:
+    """Raises RequestPolicyError when beams would be decoded under the policy."""
+    policy = engine_policy(vllm_config)
+    if policy is not None and policy.default is not None:
+        from randkv.vllm.requests import beam_search_error
+
+        raise beam_search_error()
+
+
+def child_params(params: SamplingParams, index: int) -> SamplingParams:
+    """Sampling parameters of sample `index` of a request with ``n > 1``: its own request key."""
+    from randkv.vllm.requests import child_params as with_child_key
+
+    return with_child_key(params, index)
+
+
+def scheduler_policy(
+    vllm_config: VllmConfig, kv_cache_manager: KVCacheManager
+) -> SchedulerPolicy | None:
+    if engine_policy(vllm_config) is None:
+        return None
+    from randkv.vllm.scheduler import SchedulerPolicy
+
+    return SchedulerPolicy(kv_cache_manager)
+
+
+def request_state(params: SamplingParams | None) -> RequestState | None:
+    """Engine-side state of a new request; None when its engine has no policy."""
+    extra_args = None if params is None else params.extra_args
+    if not extra_args or "kv_cache_policy" not in extra_args:
+        return None
+    from randkv.vllm.scheduler import RequestState
+
+    return RequestState.from_dict(extra_args["kv_cache_policy"])
+
+
+def worker_policy(vllm_config: VllmConfig) -> WorkerPolicy | None:
+    if engine_policy(vllm_config) is None:
+        return None
+    from randkv.vllm.worker import WorkerPolicy
+
+    return WorkerPolicy()
+
+
+def merged_report(outputs: Sequence[CompletionOutput]) -> KVCacheReport | None:
+    """``RequestOutput.kv_cache``: the report of the only sample, or the sum over samples."""
+    reports: list[Any] = [output.kv_cache for output in outputs if output.kv_cache is not None]
+    if len(reports) < 2:
+        return reports[0] if reports else None
+    from randkv.vllm.report import merge
+
+    return merge(reports)

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine did for a request: ``RequestOutput.kv_cache``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypedDict
+
+
+class KVCacheReport(TypedDict):
+    """Counted by the scheduler as it carried things out; not what the policy predicts.
+
+    Attributes:
+        policy: ``"randkv"`` or ``"dense"``; the next three are None for dense.
+        budget, buffer_size, seed: As resolved for this request.
+        request_key: The identity that the keep-sets are a function of.
+        rounds: Rounds that shaped the cache; a round repeated after a preemption counts once.
+        evicted_tokens: Positions that each KV head dropped.
+        physical_tokens: Slots held when the report was made.
+        replayed_tokens: Tokens computed again after preemptions.
+        preemptions: How often the request was preempted.
+    """
+
+    policy: str
+    budget: int | None
+    buffer_size: int | None
+    seed: int | None
+    request_key: str
+    rounds: int
+    evicted_tokens: int
+    physical_tokens: int
+    replayed_tokens: int
+    preemptions: int
+
+
+def merge(reports: Sequence[KVCacheReport]) -> KVCacheReport:
+    """Counts summed over the samples of one request; the key is the request's own."""
+    parent_key, _, _ = reports[0]["request_key"].rpartition("/")
+    return {
+        **reports[0],
+        "request_key": parent_key,
+        "rounds": sum(report["rounds"] for report in reports),
+        "evicted_tokens": sum(report["evicted_tokens"] for report in reports),
+        "physical_tokens": sum(report["physical_tokens"] for report in reports),
+        "replayed_tokens": sum(report["replayed_tokens"] for report in reports),
+        "preemptions": sum(report["preemptions"] for report in reports),
+    }

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scheduler side: decides rounds, owns the physical lengths, keeps block rules.
+
+A round is carried out in the scheduler's books when the request's next slots are allocated, and
+on the worker at the start of that step, before anything else touches the cache. Rounds of one
+step therefore run in the order they were decided: a block that one round freed may be the target
+of a later round's copy on write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.request import Request
+
+from randkv.config import RequestPolicy
+from randkv.planner import BlockCopy, RoundPlan, is_due, next_due
+from randkv.selection import stream_key
+from randkv.vllm.report import KVCacheReport
+
+
+class RequestState:
+    """What the scheduler remembers of one request under a policy.
+
+    With `C` computed tokens the request holds ``C - evicted_tokens`` slots. Rounds fall at fixed
+    `C`, so a preempted request replays the same rounds from its policy alone.
+    """
+
+    def __init__(self, policy: RequestPolicy) -> None:
+        self.policy = policy
+        self.config = policy.config
+        self.key = stream_key(policy.request_key, policy.config.seed) if policy.config else None
+        self.evicted_tokens = 0
+        self.rounds = 0
+        # Tokens of [resumed_at, replay_until) are computed again after a preemption.
+        self.replay_until = 0
+        self.resumed_at = 0
+        self._replayed_before = 0
+        self.reported_rounds = 0
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> RequestState:
+        return cls(RequestPolicy.from_dict(value))
+
+    def replayed_tokens(self, computed_tokens: int) -> int:
+        again = min(computed_tokens, self.replay_until) - self.resumed_at
+        return self._replayed_before + max(again, 0)
+
+    def forget_cache(self, computed_tokens: int) -> None:
+        """The request lost its blocks with `computed_tokens` computed."""
+        self._replayed_before = self.replayed_tokens(computed_tokens)
+        self.replay_until = max(self.replay_until, computed_tokens)
+        self.resumed_at = self.replay_until
+        self.evicted_tokens = 0
+        self.rounds = 0
+
+
+class SchedulerPolicy:
+    """One per scheduler. Reads and changes the scheduler's own block pool and block lists."""
+
+    def __init__(self, kv_cache_manager: KVCacheManager) -> None:
+        managers = kv_cache_manager.coordinator.single_type_managers
+        assert len(managers) == 1, f"{len(managers)} KV cache groups"
+        self._manager = managers[0]
+        self._pool = kv_cache_manager.block_pool
+        self._block_size = self._manager.block_size
+        self._planned: dict[str, RoundPlan] = {}
+        self.num_dropped_plans = 0
+        kv_cache_manager.kv_cache_policy = self
+
+    def cap_chunk(self, request: Request, computed_tokens: int, num_new_tokens: int) -> int:
+        """Tokens to schedule, so that the request's computed tokens stop where a round is due."""
+        state = request.kv_cache_state
+        if state is None or state.config is None:
+            return num_new_tokens
+        if request.num_computed_tokens == 0:  # admission: a prefix hit is not computed again
+            state.resumed_at = computed_tokens
+        return min(num_new_tokens, next_due(state.config, computed_tokens) - computed_tokens)
+
+    def cap_prefix_hit(self, request: Request, max_hit: int) -> int:
+        """Longest prefix hit in tokens: cached blocks beyond ``K + r`` were attended densely."""
+        state = request.kv_cache_state
+        if state is None or state.config is None:
+            return max_hit
+        return min(max_hit, state.config.compacted_len)
+
+    def admission_len(self, request: Request, num_tokens: int) -> int:
+        """Tokens for which admission must find room."""
+        state = request.kv_cache_state
+        if state is None or state.config is None:
+            return num_tokens
+        return min(num_tokens, state.config.max_physical_len)
+
+    def num_evicted(self, request: Request) -> int:
+        return 0 if request.kv_cache_state is None else request.kv_cache_state.evicted_tokens
+
+    def run_due_round(self, request: Request) -> bool:
+        """Carry out the round that is due for `request`, if any, in the scheduler's books.
+
+        Blocks for copy on write are reserved before anything is released.
+
+        Returns:
+            False when there are not enough free blocks for that; nothing has changed then.
+        """
+        state = request.kv_cache_state
+        if state is None or state.config is None:
+            return True
+        computed = request.num_computed_tokens
+        if not is_due(state.config, computed, state.evicted_tokens):
+            return True
+        prompt_len = request.num_prompt_tokens
+        assert computed >= prompt_len, f"round at {computed} inside a prompt of {prompt_len}"
+        old_len = computed - state.evicted_tokens
+        new_len = state.config.compacted_len
+        blocks = self._manager.req_to_blocks[request.request_id]
+        num_blocks = -(-new_len // self._block_size)
+        assert len(blocks) * self._block_size >= old_len, (
+            f"{len(blocks)} blocks of {self._block_size} for {old_len} slots"
+        )
+
+        # [0, first) full prompt blocks, may be shared, never written
+        # [first, num_blocks) written by this round or by the tokens after it: must be private
+        # [num_blocks, len(blocks)) released
+        first = prompt_len // self._block_size
+        shared = [i for i in range(first, num_blocks) if blocks[i].ref_cnt > 1]
+        if len(shared) > self._pool.get_num_free_blocks():
+            return False
+        copies = []
+        for index, target in zip(shared, self._pool.get_new_blocks(len(shared)), strict=True):
+            source = blocks[index]
+            copies.append(BlockCopy(index, source.block_id, target.block_id))
+            blocks[index] = target
+            self._pool.free_blocks([source])
+        hashed = {b.block_id for b in blocks[first:num_blocks] if b.block_hash is not None}
+        self._pool.evict_blocks(hashed)
+        tail = blocks[num_blocks:]
+        del blocks[num_blocks:]
+        self._pool.free_blocks(reversed(tail))
+
+        assert state.key is not None
+        self._planned[request.request_id] = RoundPlan(
+            request_id=request.request_id,
+            round_index=state.rounds,
+            key=state.key,
+            prompt_len=prompt_len,
+            old_len=old_len,
+            new_len=new_len,
+            buffer_size=state.config.buffer_size,
+            num_blocks=num_blocks,
+            block_copies=tuple(copies),
+        )
+        state.evicted_tokens += old_len - new_len
+        state.rounds += 1
+        return True
+
+    def on_preempt(self, request: Request) -> None:
+        """The request lost its blocks: drop a plan of this step and start over on resume."""
+        if self._planned.pop(request.request_id, None) is not None:
+            self.num_dropped_plans += 1
+        if request.kv_cache_state is not None:
+            request.kv_cache_state.forget_cache(request.num_computed_tokens)
+
+    def take_rounds(self) -> list[RoundPlan] | None:
+        """The rounds of this step, in the order they were decided; None when there are none."""
+        if not self._planned:
+            return None
+        rounds = list(self._planned.values())
+        self._planned.clear()
+        return rounds
+
+    def report(self, request: Request, finished: bool) -> KVCacheReport | None:
+        """What to send with this step's output.
+
+        That is a report when the request finished, when the front end may find a stop string in
+        this very output, and when a round ran since the last report; else None.
+        """
+        state = request.kv_cache_state
+        if state is None:
+            return None
+        may_stop = request.sampling_params is not None and bool(request.sampling_params.stop)
+        if not (finished or may_stop or state.rounds > state.reported_rounds):
+            return None
+        state.reported_rounds = state.rounds
+        config = state.config
+        # The last sampled token is not in the cache; one scheduled beyond it is not counted.
+        computed = min(request.num_computed_tokens, request.num_tokens - 1)
+        return {
+            "policy": state.policy.type,
+            "budget": config.budget if config else None,
+            "buffer_size": config.buffer_size if config else None,
+            "seed": config.seed if config else None,
+            "request_key": state.policy.request_key,
+            "rounds": state.rounds,
+            "evicted_tokens": state.evicted_tokens,
+            "physical_tokens": computed - state.evicted_tokens,
+            "replayed_tokens": state.replayed_tokens(request.num_computed_tokens),
+            "preemptions": request.num_preemptions,
+        }
