@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test lint format bench clean
+python := .venv/bin/python
+ARGS ?=
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+setup: ## Prepare .venv/, the patched vLLM in it, and the default model (once)
+	@./deploy/local/setup.sh
+
+serve: setup ## Serve the default model; more options with ARGS="--port 9000 ..."
+	@$(python) -m server $(ARGS)
+
+test: setup ## Run every test that this machine can run
+	@$(python) -m pytest $(ARGS)
+	@echo "Next: make lint, or make serve and talk to it."
+
+lint: setup ## Check formatting, style and types
+	@.venv/bin/ruff format --check .
+	@.venv/bin/ruff check .
+	@$(python) -m mypy
+	@$(python) -m randkv.patching check
+
+format: setup ## Format the code
+	@.venv/bin/ruff format .
+	@.venv/bin/ruff check --fix .
+
+bench: setup ## Measure the share of compaction, and what the patch costs when off
+	@$(python) -m benchmarks.policy_off $(ARGS)
+
+clean: ## Remove .venv/ and models/
+	rm -rf .venv models build

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real vLLM engine in this process, with its insides in reach."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
+from vllm.config import VllmConfig
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from randkv.config import RandKVConfig, RequestPolicy
+from tests.engine.oracle import Comparison, Oracle
+
+DEFAULTS: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "block_size": 16,
+    "num_gpu_blocks_override": 512,
+    "max_model_len": 2048,
+    "max_num_seqs": 128,
+    "max_num_batched_tokens": 2048,
+    "disable_log_stats": True,
+    # vLLM's CPU worker refuses to start unless this share of the memory is free.
+    "gpu_memory_utilization": 0.2,
+    "kv_cache_memory_bytes": 2**30,
+}
+
+
+@contextmanager
+def _asynchronous_scheduling() -> Iterator[None]:
+    """vLLM's CPU platform turns asynchronous scheduling off after reading the flag; turn it on."""
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def keep_asynchronous(cls: type[CpuPlatform], vllm_config: VllmConfig) -> None:
+        original(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    with mock.patch.object(CpuPlatform, "check_and_update_config", classmethod(keep_asynchronous)):
+        yield
+
+
+class Engine:
+    """One engine. `step` and `add` drive it by hand; `run` until everything has finished."""
+
+    def __init__(self, model: Path, *, asynchronous: bool = False, **options: Any) -> None:
+        arguments = {**DEFAULTS, **options}
+        if not (model / "tokenizer.json").exists():
+            arguments["skip_tokenizer_init"] = True
+        if asynchronous:
+            with _asynchronous_scheduling():
+                self.llm = LLM(model=str(model), async_scheduling=True, **arguments)
+        else:
+            self.llm = LLM(model=str(model), **arguments)
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        assert self.core.vllm_config.scheduler_config.async_scheduling is asynchronous
+        self.num_blocks = self.pool.get_num_free_blocks()
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.core.scheduler
+
+    @property
+    def pool(self) -> BlockPool:
+        return self.scheduler.kv_cache_manager.block_pool
+
+    @property
+    def runner(self) -> GPUModelRunner:
+        return self.core.model_executor.driver_worker.worker.model_runner
+
+    def blocks_of(self, request_id: str) -> int:
+        """Blocks that the request with this external id holds now."""
+        manager = self.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+        return sum(
+            len(blocks)
+            for internal, blocks in manager.req_to_blocks.items()
+            if internal.rsplit("-", 1)[0] == request_id
+        )
+
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        max_tokens: int,
+        policy: Any = None,
+        *,
+        priority: int = 0,
+        **params: Any,
+    ) -> None:
+        extra_args = None if policy is None else {"kv_cache_policy": policy}
+        settings = {"temperature": 0.0, "logprobs": 0, "ignore_eos": True, "detokenize": False}
+        self.llm.llm_engine.add_request(
+            request_id,
+            TokensPrompt(prompt_token_ids=list(prompt)),
+            SamplingParams(
+                max_tokens=max_tokens, extra_args=extra_args, **{**settings, **params}
+            ),
+            priority=priority,
+        )
+
+    def step(self) -> list[RequestOutput]:
+        return [out for out in self.llm.llm_engine.step() if out.finished]
+
+    def run(self) -> dict[str, RequestOutput]:
+        """Step until nothing is left; outputs by external request id."""
+        outputs: dict[str, RequestOutput] = {}
+        while self.llm.llm_engine.has_unfinished_requests():
+            outputs.update((out.request_id, out) for out in self.step())
+        self.check_pool()
+        return outputs
+
+    def check_pool(self) -> None:
+        """Every block is back: nothing that ran here leaked one."""
+        # A last empty step lets the worker and the scheduler drop what finished.
+        self.llm.llm_engine.step()
+        free = self.pool.get_num_free_blocks()
+        assert free == self.num_blocks, f"{free} of {self.num_blocks} blocks are free"
+        assert not [b for b in self.pool.blocks if b.ref_cnt and not b.is_null]
+        if self.runner.kv_cache_policy is not None:
+            left = self.runner.kv_cache_policy._evicted_tokens
+            assert not left, f"the worker remembers finished requests: {left}"
+
+    def close(self) -> None:
+        self.core.shutdown()
+        del self.core, self.llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def engine(model: Path, **options: Any) -> Iterator[Engine]:
+    started = Engine(model, **options)
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+def policy_of(output: RequestOutput) -> RequestPolicy:
+    """The policy that the engine says it ran the request under."""
+    report = output.kv_cache
+    config = None
+    if report["policy"] == "randkv":
+        config = RandKVConfig(report["budget"], report["buffer_size"], report["seed"])
+    return RequestPolicy(config, report["request_key"])
+
+
+def compare(oracle: Oracle, output: RequestOutput) -> Comparison:
+    """A finished greedy request with ``logprobs=0`` against the oracle."""
+    completion = output.outputs[0]
+    tokens = list(completion.token_ids)
+    logprobs = [step[t].logprob for step, t in zip(completion.logprobs, tokens, strict=True)]
+    return oracle.compare(policy_of(output), list(output.prompt_token_ids), tokens, logprobs)
+
+
+def assert_exact(oracle: Oracle, output: RequestOutput) -> None:
+    """0 greedy tokens differ, log-probabilities within 1e-3 (float32)."""
+    result = compare(oracle, output)
+    assert result.num_different == 0, (output.request_id, result, output.kv_cache)
+    assert result.max_logprob_error < 1e-3, (output.request_id, result, output.kv_cache)
