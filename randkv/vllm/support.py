@@ -93,7 +93,8 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "KV connectors and KV transfer",
-        lambda c: c.kv_transfer_config is not None,
+        lambda c: c.kv_transfer_config is not None
+        or c.cache_config.kv_offloading_size is not None,
         "remove --kv-transfer-config and --kv-offloading-size",
     ),
     Refusal(

@@ -17,6 +17,7 @@ from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
 from vllm.config import VllmConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.platforms.cpu import CpuPlatform
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -100,7 +101,13 @@ class Engine:
         **params: Any,
     ) -> None:
         extra_args = None if policy is None else {"kv_cache_policy": policy}
-        settings = {"temperature": 0.0, "logprobs": 0, "ignore_eos": True, "detokenize": False}
+        settings = {
+            "temperature": 0.0,
+            "logprobs": 0,
+            "ignore_eos": True,
+            "detokenize": False,
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+        }
         self.llm.llm_engine.add_request(
             request_id,
             TokensPrompt(prompt_token_ids=list(prompt)),
