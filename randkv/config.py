@@ -233,7 +233,9 @@ class EnginePolicy:
                     'Set kv_cache_policy to "randkv" or "dense" as well.',
                 )
             return None
-        mapping = policy if isinstance(policy, RandKVConfig) else _mapping("kv_cache_policy", policy)
+        mapping = (
+            policy if isinstance(policy, RandKVConfig) else _mapping("kv_cache_policy", policy)
+        )
         default: RandKVConfig | None = None
         if isinstance(mapping, RandKVConfig) or mapping["type"] == "randkv":
             default = RandKVConfig.parse(mapping)

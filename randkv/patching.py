@@ -162,9 +162,13 @@ def apply() -> int:
     return changed
 
 
-def revert() -> int:
-    """Undo `apply`; idempotent. Returns how many files changed."""
-    vllm = find_vllm()
+def revert(vllm: Path | None = None) -> int:
+    """Undo `apply`; idempotent. Returns how many files changed.
+
+    Args:
+        vllm: The package's directory, when it is not the installed one.
+    """
+    vllm = vllm or find_vllm()
     (vllm / STAMP_NAME).unlink(missing_ok=True)
     return _convert(vllm, reverse=True)
 
@@ -187,8 +191,7 @@ def check() -> str:
     found = json.loads(stamp.read_text()).get("patch") if stamp.is_file() else "no stamp"
     if found != digest():
         raise RandKVPatchError(
-            f"{stamp} names patch {found}, expected {digest()}: "
-            "run python -m randkv.patching apply"
+            f"{stamp} names patch {found}, expected {digest()}: run python -m randkv.patching apply"
         )
     return digest()
 

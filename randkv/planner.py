@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a round is due, what it moves, and the logical positions that remain. Pure numpy.
 
-    slots   0 ........ P | P ............... L-r | L-r ..... L        N = K + r
-            prompt, kept | candidates            | newest r, kept
-    evicted = selection of L-N candidates
-    holes   = evicted slots in [P, N)
-    sources = kept slots in [N, L)          as many as there are holes
-    moves   = i-th source -> i-th hole, both ascending; then L := N
+slots   0 ........ P | P ............... L-r | L-r ..... L        N = K + r
+        prompt, kept | candidates            | newest r, kept
+evicted = selection of L-N candidates
+holes   = evicted slots in [P, N)
+sources = kept slots in [N, L)          as many as there are holes
+moves   = i-th source -> i-th hole, both ascending; then L := N
 """
 
 from __future__ import annotations

@@ -142,4 +142,5 @@ def evicted_slots(
         ValueError: `num_evict` is negative or more than the candidates.
     """
     one = np.array([layer]), np.array([kv_head])
-    return evicted_slots_by_head(key, round_index, *one, first_slot, stop_slot, num_evict)[0, 0]
+    slots = evicted_slots_by_head(key, round_index, *one, first_slot, stop_slot, num_evict)
+    return slots.reshape(num_evict)

@@ -50,12 +50,14 @@ async def announce(parsed: Namespace) -> None:
     while not await _is_healthy(host, parsed.port):
         await asyncio.sleep(0.2)
     name = (parsed.served_model_name or [parsed.model])[0]
-    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'
+    question = '"messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0'
+    body = f'{{"model": "{name}", {question}}}'
     text = (
-        f"\nReady: {name} with kv_cache_policy {parsed.kv_cache_policy}. Try, in another terminal:\n\n"
+        f"\nReady: {name} with kv_cache_policy {parsed.kv_cache_policy}.\n"
+        "Try, in another terminal:\n\n"
         f"curl http://{host}:{parsed.port}/v1/chat/completions -H 'Content-Type: application/json' "
         f"-d '{body}'\n\n"
-        "Stop with Ctrl-C. Options: make serve ARGS=\"--help\".\n"
+        'Stop with Ctrl-C. Options: make serve ARGS="--help".\n'
     )
     os.write(1, text.encode())  # vLLM puts its process name before what sys.stdout gets
 

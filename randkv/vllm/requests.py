@@ -61,9 +61,7 @@ def resolve(policy: EnginePolicy | None, request: EngineCoreRequest, resumable: 
             ),
         )
     except RandKVConfigError as error:
-        raise RequestPolicyError(
-            error.field, error.value, error.expected, error.remedy
-        ) from None
+        raise RequestPolicyError(error.field, error.value, error.expected, error.remedy) from None
     if resumable and resolved.config is not None:
         raise RequestPolicyError(
             FIELD,

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scheduler side: decides rounds, owns the physical lengths, keeps block rules.
 
-A round is carried out in the scheduler's books when the request's next slots are allocated, and
-on the worker at the start of that step, before anything else touches the cache. Rounds of one
-step therefore run in the order they were decided: a block that one round freed may be the target
-of a later round's copy on write.
+A round is carried out in the scheduler's books before any slot of the step is allocated, so that
+the blocks it frees serve every request of the step, and on the worker at the start of that step,
+before anything else touches the cache. Rounds of one step run in the order they were decided: a
+block that one round freed may be the target of a later round's copy on write.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -95,6 +95,15 @@ class SchedulerPolicy:
 
     def num_evicted(self, request: Request) -> int:
         return 0 if request.kv_cache_state is None else request.kv_cache_state.evicted_tokens
+
+    def run_due_rounds(self, running: Iterable[Request]) -> None:
+        """Carry out every round that is due before this step.
+
+        One that lacks blocks for copy on write is left to `run_due_round`, whose caller preempts.
+        """
+        for request in running:
+            if not _has_all_tokens_in_flight(request):
+                self.run_due_round(request)
 
     def run_due_round(self, request: Request) -> bool:
         """Carry out the round that is due for `request`, if any, in the scheduler's books.
@@ -198,3 +207,13 @@ class SchedulerPolicy:
             "replayed_tokens": state.replayed_tokens(request.num_computed_tokens),
             "preemptions": request.num_preemptions,
         }
+
+
+def _has_all_tokens_in_flight(request: Request) -> bool:
+    """Asynchronous scheduling: the step that reaches ``max_tokens`` is under way, no other follows.
+
+    Source: the condition by which `Scheduler.schedule` passes over such a request.
+    """
+    in_flight = request.num_output_placeholders
+    last = request.num_prompt_tokens + request.max_tokens
+    return bool(in_flight > 0 and request.num_computed_tokens + 2 - in_flight >= last)

@@ -93,8 +93,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "KV connectors and KV transfer",
-        lambda c: c.kv_transfer_config is not None
-        or c.cache_config.kv_offloading_size is not None,
+        lambda c: c.kv_transfer_config is not None or c.cache_config.kv_offloading_size is not None,
         "remove --kv-transfer-config and --kv-offloading-size",
     ),
     Refusal(
@@ -109,8 +108,10 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "quantised KV caches with per-token scales",
-        lambda c: "per_token" in c.cache_config.cache_dtype
-        or c.cache_config.cache_dtype.startswith("turboquant"),
+        lambda c: (
+            "per_token" in c.cache_config.cache_dtype
+            or c.cache_config.cache_dtype.startswith("turboquant")
+        ),
         "set --kv-cache-dtype auto",
     ),
     Refusal(

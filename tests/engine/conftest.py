@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.harness import Engine, engine
+from tests.engine.harness import Engine, Watcher, engine
 from tests.engine.models import SMOLLM2, TINY_VOCABULARY, make_tiny_model
 from tests.engine.oracle import Oracle
 
@@ -33,6 +33,13 @@ def any_engine(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Eng
     policy = {"type": "randkv", "budget": 48, "buffer_size": 8}
     with engine(tiny_model, asynchronous=request.param, kv_cache_policy=policy) as started:
         yield started
+
+
+@pytest.fixture
+def watcher(any_engine: Engine) -> Iterator[Watcher]:
+    watching = Watcher(any_engine)
+    yield watching
+    watching.stop()
 
 
 class Prompts:

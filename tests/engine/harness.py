@@ -19,10 +19,12 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.platforms.cpu import CpuPlatform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from randkv.config import RandKVConfig, RequestPolicy
+from randkv.planner import RoundPlan
 from tests.engine.oracle import Comparison, Oracle
 
 DEFAULTS: dict[str, Any] = {
@@ -42,7 +44,7 @@ DEFAULTS: dict[str, Any] = {
 
 @contextmanager
 def _asynchronous_scheduling() -> Iterator[None]:
-    """vLLM's CPU platform turns asynchronous scheduling off after reading the flag; turn it on."""
+    """VLLM's CPU platform turns asynchronous scheduling off after reading the flag; turn it on."""
     original = CpuPlatform.check_and_update_config.__func__
 
     def keep_asynchronous(cls: type[CpuPlatform], vllm_config: VllmConfig) -> None:
@@ -111,9 +113,7 @@ class Engine:
         self.llm.llm_engine.add_request(
             request_id,
             TokensPrompt(prompt_token_ids=list(prompt)),
-            SamplingParams(
-                max_tokens=max_tokens, extra_args=extra_args, **{**settings, **params}
-            ),
+            SamplingParams(max_tokens=max_tokens, extra_args=extra_args, **{**settings, **params}),
             priority=priority,
         )
 
@@ -144,6 +144,42 @@ class Engine:
         del self.core, self.llm
         gc.collect()
         cleanup_dist_env_and_memory()
+
+
+class Watcher:
+    """Sees every step that the worker is told to run, just before it runs."""
+
+    def __init__(self, running: Engine) -> None:
+        self.running = running
+        self.steps: list[SchedulerOutput] = []
+        self._original = running.runner.execute_model
+        running.runner.execute_model = self._watch
+
+    def _watch(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        self.steps.append(scheduler_output)
+        result = self._original(scheduler_output, *args, **kwargs)
+        self.check()
+        return result
+
+    def check(self) -> None:
+        """Rows of the block table are the requests' own blocks, long enough for their slots."""
+        runner = self.running.runner
+        batch = runner.input_batch
+        table = batch.block_table[0]
+        for row, request_id in enumerate(batch.req_ids):
+            ids = runner.requests[request_id].block_ids[0]
+            assert table.num_blocks_per_row[row] == len(ids)
+            assert table.block_table.np[row, : len(ids)].tolist() == ids
+            seq_len = int(runner.seq_lens[row])
+            assert seq_len > 0
+            assert len(ids) == -(-seq_len // table.block_size), (request_id, seq_len, len(ids))
+
+    def stop(self) -> None:
+        self.running.runner.execute_model = self._original
+
+    @property
+    def rounds(self) -> list[RoundPlan]:
+        return [plan for step in self.steps for plan in step.kv_cache_rounds or ()]
 
 
 @contextmanager

@@ -3,63 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.v1.core.sched.output import SchedulerOutput
 
-from randkv.planner import RoundPlan
 from randkv.selection import evicted_slots, stream_key
 from tests.engine.conftest import Prompts
-from tests.engine.harness import Engine, assert_exact, engine
+from tests.engine.harness import Engine, Watcher, assert_exact, engine
 from tests.engine.oracle import Oracle
 
 POLICY: dict[str, Any] = {"type": "randkv", "budget": 48, "buffer_size": 8}
-
-
-class Watcher:
-    """Sees every step that the worker is told to run, just before it runs."""
-
-    def __init__(self, running: Engine) -> None:
-        self.running = running
-        self.steps: list[SchedulerOutput] = []
-        self._original = running.runner.execute_model
-        running.runner.execute_model = self._watch
-
-    def _watch(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        self.steps.append(scheduler_output)
-        result = self._original(scheduler_output, *args, **kwargs)
-        self.check()
-        return result
-
-    def check(self) -> None:
-        """Rows of the block table are the requests' own blocks, long enough for their slots."""
-        runner = self.running.runner
-        batch = runner.input_batch
-        table = batch.block_table[0]
-        for row, request_id in enumerate(batch.req_ids):
-            ids = runner.requests[request_id].block_ids[0]
-            assert table.num_blocks_per_row[row] == len(ids)
-            assert table.block_table.np[row, : len(ids)].tolist() == ids
-            seq_len = int(runner.seq_lens[row])
-            assert seq_len > 0
-            assert len(ids) == -(-seq_len // table.block_size), (request_id, seq_len, len(ids))
-
-    def stop(self) -> None:
-        self.running.runner.execute_model = self._original
-
-    @property
-    def rounds(self) -> list[RoundPlan]:
-        return [plan for step in self.steps for plan in step.kv_cache_rounds or ()]
-
-
-@pytest.fixture
-def watcher(any_engine: Engine) -> Iterator[Watcher]:
-    watching = Watcher(any_engine)
-    yield watching
-    watching.stop()
 
 
 def test_no_in_flight_token_is_written_to_a_freed_block(
@@ -206,7 +160,9 @@ def test_no_round_in_the_middle_of_a_chunked_prefill(
         for i in range(4):
             running.add(f"r{i}", prompts.any(150, 200), 100)
         outputs = running.run()
-        prompt_steps = [s for s in watching.steps if max(s.num_scheduled_tokens.values(), default=0) > 1]
+        prompt_steps = [
+            s for s in watching.steps if max(s.num_scheduled_tokens.values(), default=0) > 1
+        ]
         assert len(prompt_steps) > 20
         for plan in watching.rounds:
             assert plan.old_len > 204 >= plan.prompt_len

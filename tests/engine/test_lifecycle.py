@@ -12,7 +12,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.core.sched.interface import PauseState
 
 from tests.engine.conftest import Prompts
-from tests.engine.harness import Engine, assert_exact, engine
+from tests.engine.harness import Engine, Watcher, assert_exact, engine
 from tests.engine.models import SMOLLM2
 from tests.engine.oracle import Oracle
 
@@ -90,22 +90,65 @@ def test_prefix_hits_of_policy_requests_stop_at_the_compacted_length(
     assert_exact(tiny_oracle, output)
 
 
+def share_generated_blocks(running: Engine, prompts: Prompts, writer_prompt: int) -> None:
+    """Bring a policy request to its first round while a dense one holds blocks it generated."""
+    running.add("writer", prompts(writer_prompt), 150)
+    step_until(running, "writer", FIRST_ROUND - 3)
+    writer = next(r for i, r in running.scheduler.requests.items() if i.startswith("writer-"))
+    running.add("reader", list(writer.all_token_ids)[:50], 80, "dense")
+    running.step()
+    blocks = running.scheduler.kv_cache_manager.get_blocks(writer.request_id).blocks[0]
+    shared = [index for index, block in enumerate(blocks) if block.ref_cnt > 1]
+    assert shared == [0, 1, 2], "the reader does not share the blocks that the test is about"
+
+
 def test_copy_on_write_when_a_generated_block_is_shared(
-    any_engine: Engine, tiny_oracle: Oracle, prompts: Prompts
+    any_engine: Engine, watcher: Watcher, tiny_oracle: Oracle, prompts: Prompts
 ) -> None:
-    """A dense request hits blocks that a policy request generated, just before its first round."""
-    prompt = prompts(18)
-    any_engine.add("writer", prompt, 150)
-    step_until(any_engine, "writer", FIRST_ROUND - 3)
-    request = next(iter(any_engine.scheduler.requests.values()))
-    so_far = list(request.all_token_ids)[:50]
-    any_engine.add("reader", so_far, 80, "dense")
-    any_engine.step()
-    reader = next(r for i, r in any_engine.scheduler.requests.items() if i.startswith("reader-"))
-    blocks = any_engine.scheduler.kv_cache_manager.get_blocks(reader.request_id).blocks[0]
-    shared = [block for block in blocks if block.ref_cnt > 1]
-    assert len(shared) > 18 // 16, "the reader shares no generated block: nothing is tested"
+    share_generated_blocks(any_engine, prompts, 18)
     outputs = any_engine.run()
+    assert [len(p.block_copies) for p in watcher.rounds if p.block_copies] == [2]
+    for output in outputs.values():
+        assert_exact(tiny_oracle, output)
+
+
+def test_copy_on_write_into_a_block_that_another_round_has_just_freed(
+    any_engine: Engine, watcher: Watcher, tiny_oracle: Oracle, prompts: Prompts
+) -> None:
+    """The pool hands freed blocks out first, and the earlier round still reads them."""
+    policy = {"type": "randkv", "budget": 40, "buffer_size": 16}
+    any_engine.add("ahead", prompts(12 + 16), 150, policy)
+    share_generated_blocks(any_engine, prompts, 12)
+    ahead = next(r for i, r in any_engine.scheduler.requests.items() if i.startswith("ahead-"))
+    before = any_engine.scheduler.kv_cache_manager.get_block_ids(ahead.request_id)[0]
+    outputs = any_engine.run()
+    copied = next(
+        step for step in watcher.steps if any(p.block_copies for p in step.kv_cache_rounds or ())
+    )
+    plans = copied.kv_cache_rounds
+    assert [bool(plan.block_copies) for plan in plans] == [False, True]
+    assert {c.target for c in plans[1].block_copies} & set(before), "no freed block was reused"
+    for output in outputs.values():
+        assert_exact(tiny_oracle, output)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_no_free_block_for_copy_on_write_preempts(
+    tiny_model: Path, tiny_oracle: Oracle, prompts: Prompts, asynchronous: bool
+) -> None:
+    with engine(
+        tiny_model,
+        asynchronous=asynchronous,
+        kv_cache_policy={"type": "randkv", "budget": 48, "buffer_size": 8},
+        num_gpu_blocks_override=10,
+        max_model_len=140,
+    ) as running:
+        watching = Watcher(running)
+        running.add("filler", prompts(30), 100)
+        share_generated_blocks(running, prompts, 12)
+        outputs = running.run()
+        assert not any(plan.block_copies for plan in watching.rounds)
+    assert outputs["reader"].kv_cache["preemptions"] > 0
     for output in outputs.values():
         assert_exact(tiny_oracle, output)
 

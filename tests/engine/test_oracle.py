@@ -55,7 +55,10 @@ def test_every_kind_of_request_at_once(
         running.add("no-buffer", prompts(7), 90, {"type": "randkv", "buffer_size": 0})
         running.add("full-prompt", prompts(48), 120)
         running.add(
-            "full-prompt-no-buffer", prompts(9), 60, {"type": "randkv", "budget": 9, "buffer_size": 0}
+            "full-prompt-no-buffer",
+            prompts(9),
+            60,
+            {"type": "randkv", "budget": 9, "buffer_size": 0},
         )
         running.add("small", prompts(20), 120, {"type": "randkv", "budget": 20, "buffer_size": 3})
         running.add("large", prompts(20), 150, {"type": "randkv", "budget": 100, "seed": 5})

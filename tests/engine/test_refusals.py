@@ -34,9 +34,7 @@ def config_of(model: Path, **options: Any) -> Any:
         ({"kv_sharing_fast_prefill": True}, "KV sharing fast prefill"),
     ],
 )
-def test_a_refused_option_is_named(
-    tiny_model: Path, options: dict[str, Any], feature: str
-) -> None:
+def test_a_refused_option_is_named(tiny_model: Path, options: dict[str, Any], feature: str) -> None:
     with pytest.raises(Exception, match=feature) as caught:
         config_of(tiny_model, **options)
     assert "kv_cache_policy cannot be used" in str(caught.value)

@@ -163,7 +163,8 @@ def test_streaming_input_sessions_are_refused(any_engine: Engine, prompts: Promp
 def test_beam_search_is_refused(any_engine: Engine, prompts: Prompts) -> None:
     with pytest.raises(RandKVConfigError, match="beam search"):
         any_engine.llm.beam_search(
-            [TokensPrompt(prompt_token_ids=prompts(5))], BeamSearchParams(beam_width=2, max_tokens=3)
+            [TokensPrompt(prompt_token_ids=prompts(5))],
+            BeamSearchParams(beam_width=2, max_tokens=3),
         )
 
 

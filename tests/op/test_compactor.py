@@ -118,7 +118,9 @@ def test_a_round_moves_exactly_what_the_plan_says(form: Format, split: int) -> N
         (plan_of("b", 20, 61, 60, 10), list(range(39, 39 - 61 // form.block_size - 1, -1))),
     ]
     if split == 2:  # a manager block is two blocks of the kernel
-        rounds = [(plan, [ids[0] // 2 + i for i in range(-(-len(ids) // 2))]) for plan, ids in rounds]
+        rounds = [
+            (plan, [ids[0] // 2 + i for i in range(-(-len(ids) // 2))]) for plan, ids in rounds
+        ]
         rounds[1] = (rounds[1][0], [19 - i for i in range(len(rounds[1][1]))])
     layers, heads = np.array([7, 8]), np.arange(2, 2 + NUM_KV_HEADS)
     found = [form.make() for _ in range(NUM_LAYERS)]

@@ -66,7 +66,7 @@ def test_replay_known_answers(vector: dict[str, Any]) -> None:
 def test_prompt_and_newest_never_leave_and_nothing_is_lost_twice(
     case: tuple[RandKVConfig, int, int],
 ) -> None:
-    config, prompt_len, num_tokens = case
+    config, prompt_len, _ = case
     gone: list[set[int]] = [set() for _ in range(6)]
     for done in run(*case):
         n = config.compacted_len

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fixed workload on whatever vLLM is first on the path; the policy is off.
+
+``python -m benchmarks.workload MODEL`` reads one command a line and answers each with one line of
+JSON. ``record``: every output token, and the free blocks after every step. ``time``: seconds and
+output tokens of one run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from typing import Any
+
+NUM_REQUESTS = 24
+NUM_OUTPUT_TOKENS = 150
+
+
+def start(model: str) -> Any:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+
+    return LLM(
+        model=model,
+        dtype="float32",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        block_size=16,
+        num_gpu_blocks_override=129,
+        max_model_len=1024,
+        max_num_batched_tokens=128,
+        max_num_seqs=32,
+        gpu_memory_utilization=0.2,
+        kv_cache_memory_bytes=2**28,
+        disable_log_stats=True,
+    )
+
+
+def run(llm: Any) -> tuple[dict[str, list[int]], list[int]]:
+    """Chunked prefills, shared prefixes and preemptions. Tokens by request, free blocks by step."""
+    from vllm import SamplingParams, TokensPrompt
+
+    rng = random.Random(1)
+    shared = [rng.randrange(2, 500) for _ in range(60)]
+    engine = llm.llm_engine
+    engine.reset_prefix_cache()
+    pool = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    params = SamplingParams(
+        temperature=0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True, detokenize=False
+    )
+    for i in range(NUM_REQUESTS):
+        prompt = shared[: rng.randrange(0, 60)] + [rng.randrange(2, 500) for _ in range(20)]
+        engine.add_request(f"r{i}", TokensPrompt(prompt_token_ids=prompt), params)
+    tokens: dict[str, list[int]] = {}
+    free_blocks = []
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                tokens[output.request_id] = list(output.outputs[0].token_ids)
+        free_blocks.append(pool.get_num_free_blocks())
+    return tokens, free_blocks
+
+
+def main() -> int:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what vLLM prints goes elsewhere
+    llm = start(sys.argv[1])
+    run(llm)  # warm up
+    for line in sys.stdin:
+        began = time.perf_counter()
+        tokens, free_blocks = run(llm)
+        seconds = time.perf_counter() - began
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        answer: dict[str, Any] = {
+            "tokens": tokens,
+            "free_blocks": free_blocks,
+            "is_patched": hasattr(scheduler, "kv_cache_policy"),
+        }
+        if line.strip() == "time":
+            answer = {"seconds": seconds, "num_tokens": sum(map(len, tokens.values()))}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
