@@ -144,6 +144,9 @@ class RequestPolicy:
 class PolicyLimits:
     """What a request may ask for. None leaves a field unbounded.
 
+    Where `allow_dense` is false, `EnginePolicy.parse` replaces None by a range that ends at the
+    engine's default: an unbounded budget would be the full cache by another name.
+
     Attributes:
         allow_dense: Whether a request may ask for, or default to, the full cache.
         budget: Inclusive range of a request's budget; tokens.
@@ -242,20 +245,22 @@ class EnginePolicy:
         else:
             _refuse_unknown("kv_cache_policy", mapping, ("type",))
         parsed = PolicyLimits.parse(limits)
+        if default is not None and not parsed.allow_dense:
+            parsed = PolicyLimits(
+                allow_dense=False,
+                budget=parsed.budget or (1, default.budget),
+                buffer_size=parsed.buffer_size or (0, default.buffer_size),
+            )
         parsed.check(default)
         return cls(default, parsed)
 
     @property
     def max_physical_len(self) -> int | None:
         """The longest that any allowed request ever is in the cache; None when unbounded."""
-        if self.limits.allow_dense or self.default is None:
+        limits = self.limits
+        if limits.allow_dense or limits.budget is None or limits.buffer_size is None:
             return None
-        if self.limits.budget is None:
-            return None
-        buffer_size = self.limits.buffer_size
-        if buffer_size is None:
-            return None
-        return RandKVConfig(self.limits.budget[1], buffer_size[1]).max_physical_len
+        return RandKVConfig(limits.budget[1], limits.buffer_size[1]).max_physical_len
 
     def resolve(
         self, override: Any, *, seed: int | None, request_id: str, prompt_len: int

@@ -136,9 +136,7 @@ def test_beam_search_is_a_400(served: Served) -> None:
         (["--kv-cache-policy-limits", '{"budgets": 1}'], "kv_cache_policy_limits.budgets"),
     ],
 )
-def test_a_bad_option_stops_the_start_with_the_field_named(
-    arguments: list[str], text: str
-) -> None:
+def test_a_bad_option_stops_the_start_with_the_field_named(arguments: list[str], text: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "server", "--port", "0", *arguments],
         cwd=REPOSITORY,

@@ -133,8 +133,8 @@ class TestEnginePolicy:
         ("limits", "bound"),
         [
             (None, None),
-            ({"allow_dense": False}, None),
-            ({"allow_dense": False, "budget": [1, 4096]}, None),
+            ({"allow_dense": False}, 2048 + 2 * 64),
+            ({"allow_dense": False, "budget": [1, 4096]}, 4096 + 2 * 64),
             ({"allow_dense": False, "budget": [1, 4096], "buffer_size": [0, 100]}, 4296),
             ({"budget": [1, 4096], "buffer_size": [0, 100]}, None),
         ],
@@ -145,6 +145,14 @@ class TestEnginePolicy:
         policy = EnginePolicy.parse("randkv", limits)
         assert policy is not None
         assert policy.max_physical_len == bound
+
+    def test_without_dense_a_range_that_is_not_given_ends_at_the_default(self) -> None:
+        policy = EnginePolicy.parse("randkv", {"allow_dense": False})
+        assert resolve(policy, {"type": "randkv", "budget": 100}).config is not None
+        with pytest.raises(RandKVConfigError, match="from 1 to 2048"):
+            resolve(policy, {"type": "randkv", "budget": 2049})
+        with pytest.raises(RandKVConfigError, match="from 0 to 64"):
+            resolve(policy, {"type": "randkv", "buffer_size": 65})
 
     def test_pickles(self) -> None:
         policy = EnginePolicy.parse("randkv", {"budget": [1, 4096]})
