@@ -11,18 +11,23 @@ from typing import Any, Literal
 from randkv.errors import RandKVConfigError
 
 MAX_SEED = 2**64 - 1
+MAX_TOKENS = 2**31 - 1
 MAX_REQUEST_KEY_LEN = 512
 PolicyType = Literal["dense", "randkv"]
 _TYPES = ("dense", "randkv")
 
 
-def _integer(field: str, value: Any, low: int, high: int | None) -> int:
-    bound = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RandKVConfigError(field, value, bound)
-    if value < low or (high is not None and value > high):
-        raise RandKVConfigError(field, value, bound)
+def _integer(field: str, value: Any, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise RandKVConfigError(field, value, f"an integer from {low} to {high}")
     return value
+
+
+def _json(field: str, text: str, expected: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise RandKVConfigError(field, text, expected) from None
 
 
 def _mapping(field: str, value: Any) -> dict[str, Any]:
@@ -31,10 +36,7 @@ def _mapping(field: str, value: Any) -> dict[str, Any]:
     if isinstance(value, str):
         if value in _TYPES:
             return {"type": value}
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise RandKVConfigError(field, value, expected) from None
+        value = _json(field, value, expected)
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise RandKVConfigError(field, value, expected)
     mapping = dict(value)
@@ -60,8 +62,9 @@ class RandKVConfig:
     is never dropped and a prompt longer than the budget is refused.
 
     Attributes:
-        budget: KV positions that stay per KV head, prompt included; tokens, >= 1.
-        buffer_size: Newest tokens, on top of the budget, that are never dropped; tokens, >= 0.
+        budget: KV positions that stay per KV head, prompt included; tokens, 1 to 2**31 - 1.
+        buffer_size: Newest tokens, on top of the budget, that are never dropped; tokens, 0 to
+            2**31 - 1.
         seed: Part of the selection's key; 0 <= seed < 2**64.
     """
 
@@ -70,8 +73,8 @@ class RandKVConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _integer("kv_cache_policy.budget", self.budget, 1, None)
-        _integer("kv_cache_policy.buffer_size", self.buffer_size, 0, None)
+        _integer("kv_cache_policy.budget", self.budget, 1, MAX_TOKENS)
+        _integer("kv_cache_policy.buffer_size", self.buffer_size, 0, MAX_TOKENS)
         _integer("kv_cache_policy.seed", self.seed, 0, MAX_SEED)
 
     @classmethod
@@ -169,10 +172,7 @@ class PolicyLimits:
             return cls()
         expected = 'an object like {"allow_dense": false, "budget": [64, 8192]}'
         if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except ValueError:
-                raise RandKVConfigError(field, value, expected) from None
+            value = _json(field, value, expected)
         if not isinstance(value, Mapping):
             raise RandKVConfigError(field, value, expected)
         _refuse_unknown(field, value, tuple(f.name for f in fields(cls)))
@@ -192,7 +192,9 @@ class PolicyLimits:
         expected = f"a pair [low, high] of integers with {low} <= low <= high"
         if not isinstance(value, list | tuple) or len(value) != 2:
             raise RandKVConfigError(field, value, expected)
-        first, last = (_integer(f"{field}[{i}]", item, low, None) for i, item in enumerate(value))
+        first, last = (
+            _integer(f"{field}[{i}]", item, low, MAX_TOKENS) for i, item in enumerate(value)
+        )
         if first > last:
             raise RandKVConfigError(field, value, expected)
         return first, last

@@ -13,6 +13,9 @@ from randkv.compactor.base import PairCounts
 from randkv.kv_layout import KVLayout
 from randkv.planner import RoundPlan, plan_moves
 
+MAX_ELEMENTS = 2**20
+"""Elements moved at once: bounds the memory for indices, 8 bytes each for sources and holes."""
+
 
 class PyTorchCompactor:
     """Works on any `KVLayout` and device; selection and moves are vectorised over all requests.
@@ -44,10 +47,11 @@ class PyTorchCompactor:
         self._layers = np.asarray(layers)
         self._kv_heads = np.arange(first_kv_head, first_kv_head + layout.num_kv_heads)
         self._manager_block_size = manager_block_size
-        # Keys and values of a slot in one row: [slot offset of K, slot offset of V] + dims.
+        # [1, 2, head_size]: added to a slot's offsets of key and value.
         self._dims = torch.from_numpy(
-            np.concatenate([layout.key_dim_offsets, layout.value_dim_offsets])
+            np.stack([layout.key_dim_offsets, layout.value_dim_offsets])[None]
         ).to(self._device)
+        self._max_moves = max(MAX_ELEMENTS // (2 * layout.head_size), 1)
 
     def compact(self, rounds: Sequence[tuple[RoundPlan, Sequence[int]]]) -> PairCounts:
         layers: list[NDArray[np.intp]] = []
@@ -66,14 +70,20 @@ class PyTorchCompactor:
         # Both are ordered by layer within a round; a stable sort joins the rounds per layer.
         order = np.argsort(layer, kind="stable") if len(rounds) > 1 else slice(None)
         bounds = np.searchsorted(layer[order], np.arange(len(self._flat) + 1))
-        source = self._elements(np.concatenate(sources)[order])
-        hole = self._elements(np.concatenate(holes)[order])
-        width = len(self._dims)
+        source = self._to_device(np.concatenate(sources)[order])
+        hole = self._to_device(np.concatenate(holes)[order])
         for flat, first, stop in zip(self._flat, bounds[:-1], bounds[1:], strict=True):
-            if first < stop:
-                moved = slice(int(first) * width, int(stop) * width)
-                flat.index_copy_(0, hole[moved], flat.index_select(0, source[moved]))
+            for start in range(int(first), int(stop), self._max_moves):
+                part = slice(start, min(start + self._max_moves, int(stop)))
+                kept = flat.index_select(0, self._elements(source[part]))
+                flat.index_copy_(0, self._elements(hole[part]), kept)
         return PairCounts(evicted=num_evicted, copied=len(layer))
+
+    def _to_device(self, array: NDArray[np.int64]) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        if self._device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def _slot_offsets(
         self, block_ids: NDArray[np.int64], kv_head: NDArray[np.intp], slot: NDArray[np.int32]
@@ -89,11 +99,9 @@ class PyTorchCompactor:
             axis=1,
         )
 
-    def _elements(self, slot_offsets: NDArray[np.int64]) -> torch.Tensor:
+    def _elements(self, slot_offsets: torch.Tensor) -> torch.Tensor:
         """``[moves * 2 * head_size]``: every element of each slot's key and value."""
-        starts = torch.from_numpy(slot_offsets).to(self._device)
-        dims = self._dims.view(1, 2, -1)
-        return (starts.unsqueeze(2) + dims).view(-1)
+        return (slot_offsets.unsqueeze(2) + self._dims).view(-1)
 
 
 def _flat_view(kv_cache: torch.Tensor) -> torch.Tensor:

@@ -58,7 +58,10 @@ def max_physical_len(vllm_config: VllmConfig, max_model_len: int) -> int:
     """The most tokens one request can hold in the KV cache, for the start-up memory check."""
     policy = engine_policy(vllm_config)
     bound = None if policy is None else policy.max_physical_len
-    return max_model_len if bound is None else min(max_model_len, bound)
+    if bound is None:
+        return max_model_len
+    # One block of the pool is vLLM's null block, which no request can have.
+    return min(max_model_len, bound + vllm_config.cache_config.block_size)
 
 
 def resolve_request(
@@ -104,11 +107,12 @@ def scheduler_policy(
 def request_state(params: SamplingParams | None) -> RequestState | None:
     """Engine-side state of a new request; None when its engine has no policy."""
     extra_args = None if params is None else params.extra_args
-    if not extra_args or "kv_cache_policy" not in extra_args:
+    policy = (extra_args or {}).get("kv_cache_policy")
+    if policy is None:
         return None
     from randkv.vllm.scheduler import RequestState
 
-    return RequestState.from_dict(extra_args["kv_cache_policy"])
+    return RequestState.from_dict(policy)
 
 
 def worker_policy(vllm_config: VllmConfig) -> WorkerPolicy | None:
@@ -120,7 +124,11 @@ def worker_policy(vllm_config: VllmConfig) -> WorkerPolicy | None:
 
 
 def merged_report(outputs: Sequence[CompletionOutput]) -> KVCacheReport | None:
-    """``RequestOutput.kv_cache``: the report of the only sample, or the sum over samples."""
+    """``RequestOutput.kv_cache``: the report of the only sample, or the sum over samples.
+
+    Counts the samples that finished in this output: in a stream of a request with ``n > 1`` each
+    sample's last output carries its own report.
+    """
     reports: list[Any] = [output.kv_cache for output in outputs if output.kv_cache is not None]
     if len(reports) < 2:
         return reports[0] if reports else None

@@ -10,13 +10,16 @@ from typing import TypedDict
 class KVCacheReport(TypedDict):
     """Counted by the scheduler as it carried things out; not what the policy predicts.
 
+    An aborted request has the last report that the scheduler had sent: with its first output, and
+    after every round.
+
     Attributes:
         policy: ``"randkv"`` or ``"dense"``; the next three are None for dense.
         budget, buffer_size, seed: As resolved for this request.
         request_key: The identity that the keep-sets are a function of.
         rounds: Rounds that shaped the cache; a round repeated after a preemption counts once.
         evicted_tokens: Positions that each KV head dropped.
-        physical_tokens: Slots held when the report was made.
+        physical_tokens: Slots held when the report was made, or last, if preempted then.
         replayed_tokens: Tokens computed again after preemptions.
         preemptions: How often the request was preempted.
     """

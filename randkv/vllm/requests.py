@@ -84,7 +84,7 @@ def beam_search_error() -> RequestPolicyError:
 
 def child_params(params: SamplingParams, index: int) -> SamplingParams:
     """`params` with the request key of sample `index`; `params` itself when there is no policy."""
-    if not params.extra_args or FIELD not in params.extra_args:
+    if not params.extra_args or params.extra_args.get(FIELD) is None:
         return params
     policy = RequestPolicy.from_dict(params.extra_args[FIELD]).child(index)
     child = copy(params)

@@ -10,7 +10,7 @@ block that one round freed may be the target of a later round's copy on write.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.request import Request
@@ -19,6 +19,14 @@ from randkv.config import RequestPolicy
 from randkv.planner import BlockCopy, RoundPlan, is_due, next_due
 from randkv.selection import stream_key
 from randkv.vllm.report import KVCacheReport
+
+
+class Cache(NamedTuple):
+    """A request's cache in numbers."""
+
+    computed_tokens: int
+    evicted_tokens: int
+    rounds: int
 
 
 class RequestState:
@@ -38,7 +46,8 @@ class RequestState:
         self.replay_until = 0
         self.resumed_at = 0
         self._replayed_before = 0
-        self.reported_rounds = 0
+        self._lost = Cache(0, 0, 0)
+        self.reported: tuple[int, int] | None = None  # rounds, preemptions
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> RequestState:
@@ -48,8 +57,17 @@ class RequestState:
         again = min(computed_tokens, self.replay_until) - self.resumed_at
         return self._replayed_before + max(again, 0)
 
+    def cache(self, computed_tokens: int) -> Cache:
+        """The cache as it is, or as it was when lost, while it has not been replayed so far.
+
+        A preempted request can still be finished by output that was in flight: what shaped that
+        output is the cache it lost.
+        """
+        return max(Cache(computed_tokens, self.evicted_tokens, self.rounds), self._lost)
+
     def forget_cache(self, computed_tokens: int) -> None:
         """The request lost its blocks with `computed_tokens` computed."""
+        self._lost = self.cache(computed_tokens)
         self._replayed_before = self.replayed_tokens(computed_tokens)
         self.replay_until = max(self.replay_until, computed_tokens)
         self.resumed_at = self.replay_until
@@ -66,6 +84,7 @@ class SchedulerPolicy:
         self._manager = managers[0]
         self._pool = kv_cache_manager.block_pool
         self._block_size = self._manager.block_size
+        self._max_model_len = kv_cache_manager.max_model_len
         self._planned: dict[str, RoundPlan] = {}
         self.num_dropped_plans = 0
         kv_cache_manager.kv_cache_policy = self
@@ -73,10 +92,12 @@ class SchedulerPolicy:
     def cap_chunk(self, request: Request, computed_tokens: int, num_new_tokens: int) -> int:
         """Tokens to schedule, so that the request's computed tokens stop where a round is due."""
         state = request.kv_cache_state
-        if state is None or state.config is None:
+        if state is None:
             return num_new_tokens
         if request.num_computed_tokens == 0:  # admission: a prefix hit is not computed again
             state.resumed_at = computed_tokens
+        if state.config is None:
+            return num_new_tokens
         return min(num_new_tokens, next_due(state.config, computed_tokens) - computed_tokens)
 
     def cap_prefix_hit(self, request: Request, max_hit: int) -> int:
@@ -102,8 +123,19 @@ class SchedulerPolicy:
         One that lacks blocks for copy on write is left to `run_due_round`, whose caller preempts.
         """
         for request in running:
-            if not _has_all_tokens_in_flight(request):
+            if not self._has_all_tokens_in_flight(request):
                 self.run_due_round(request)
+
+    def _has_all_tokens_in_flight(self, request: Request) -> bool:
+        """Asynchronous scheduling: the step with the last token is under way, no other follows.
+
+        Source: the conditions by which `Scheduler.schedule` passes over such a request.
+        """
+        in_flight = request.num_output_placeholders
+        last = request.num_prompt_tokens + request.max_tokens
+        computed = request.num_computed_tokens
+        reaches_max_tokens = in_flight > 0 and computed + 2 - in_flight >= last
+        return bool(reaches_max_tokens or computed >= self._max_model_len - 1)
 
     def run_due_round(self, request: Request) -> bool:
         """Carry out the round that is due for `request`, if any, in the scheduler's books.
@@ -183,37 +215,30 @@ class SchedulerPolicy:
         """What to send with this step's output.
 
         That is a report when the request finished, when the front end may find a stop string in
-        this very output, and when a round ran since the last report; else None.
+        this very output, and for the sake of a later abort with the first output and after every
+        round or preemption; else None.
         """
         state = request.kv_cache_state
         if state is None:
             return None
         may_stop = request.sampling_params is not None and bool(request.sampling_params.stop)
-        if not (finished or may_stop or state.rounds > state.reported_rounds):
+        cache = state.cache(request.num_computed_tokens)
+        news = (cache.rounds, request.num_preemptions)
+        if not (finished or may_stop or state.reported != news):
             return None
-        state.reported_rounds = state.rounds
+        state.reported = news
         config = state.config
         # The last sampled token is not in the cache; one scheduled beyond it is not counted.
-        computed = min(request.num_computed_tokens, request.num_tokens - 1)
+        computed = min(cache.computed_tokens, request.num_tokens - 1)
         return {
             "policy": state.policy.type,
             "budget": config.budget if config else None,
             "buffer_size": config.buffer_size if config else None,
             "seed": config.seed if config else None,
             "request_key": state.policy.request_key,
-            "rounds": state.rounds,
-            "evicted_tokens": state.evicted_tokens,
-            "physical_tokens": computed - state.evicted_tokens,
+            "rounds": cache.rounds,
+            "evicted_tokens": cache.evicted_tokens,
+            "physical_tokens": computed - cache.evicted_tokens,
             "replayed_tokens": state.replayed_tokens(request.num_computed_tokens),
             "preemptions": request.num_preemptions,
         }
-
-
-def _has_all_tokens_in_flight(request: Request) -> bool:
-    """Asynchronous scheduling: the step that reaches ``max_tokens`` is under way, no other follows.
-
-    Source: the condition by which `Scheduler.schedule` passes over such a request.
-    """
-    in_flight = request.num_output_placeholders
-    last = request.num_prompt_tokens + request.max_tokens
-    return bool(in_flight > 0 and request.num_computed_tokens + 2 - in_flight >= last)

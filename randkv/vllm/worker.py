@@ -11,6 +11,7 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from randkv.compactor.base import Compactor, PairCounts
@@ -144,9 +145,9 @@ class WorkerPolicy:
         if not evicted:
             return positions
         ids = runner.input_batch.req_ids[:num_reqs]
-        cpu = torch.from_numpy(np.array([evicted.get(i, 0) for i in ids], np.int32))
-        device = cpu.to(positions.device, non_blocking=True)
-        runner.optimistic_seq_lens_cpu[:num_reqs] -= cpu
+        counts = np.array([evicted.get(i, 0) for i in ids], np.int32)
+        device = async_tensor_h2d(counts, device=positions.device)
+        runner.optimistic_seq_lens_cpu[:num_reqs] -= torch.from_numpy(counts)
         runner.seq_lens[:num_reqs] -= device
         return positions - device[req_indices]
 

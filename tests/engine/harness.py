@@ -102,8 +102,8 @@ class Engine:
         priority: int = 0,
         **params: Any,
     ) -> None:
-        extra_args = None if policy is None else {"kv_cache_policy": policy}
         settings = {
+            "extra_args": None if policy is None else {"kv_cache_policy": policy},
             "temperature": 0.0,
             "logprobs": 0,
             "ignore_eos": True,
@@ -113,7 +113,7 @@ class Engine:
         self.llm.llm_engine.add_request(
             request_id,
             TokensPrompt(prompt_token_ids=list(prompt)),
-            SamplingParams(max_tokens=max_tokens, extra_args=extra_args, **{**settings, **params}),
+            SamplingParams(max_tokens=max_tokens, **{**settings, **params}),
             priority=priority,
         )
 

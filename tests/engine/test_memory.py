@@ -127,6 +127,27 @@ def test_the_start_up_check_knows_the_bound(tiny_model: Path, prompts: Prompts) 
         assert running.run()["r"].kv_cache["preemptions"] == 0
 
 
+def test_a_pool_that_passes_the_check_is_never_too_small(
+    tiny_model: Path, tiny_oracle: Oracle, prompts: Prompts
+) -> None:
+    """The smallest pool that starts runs the largest request; one block less does not start."""
+    options = {
+        "kv_cache_policy": {"type": "randkv", "budget": 48, "buffer_size": 8},
+        "kv_cache_policy_limits": {"allow_dense": False},
+        "max_model_len": 2048,
+    }
+    smallest = blocks(48 + 2 * 8) + 1  # and vLLM's null block
+    with pytest.raises(ValueError, match="max seq len"):
+        Engine(tiny_model, num_gpu_blocks_override=smallest - 1, **options)
+    with engine(tiny_model, num_gpu_blocks_override=smallest, **options) as running:
+        running.add("r", prompts(20), 150)
+        for _ in range(2000):
+            if finished := running.step():
+                assert_exact(tiny_oracle, finished[0])
+                return
+        raise AssertionError("the request hangs")
+
+
 def test_admission_knows_the_bound(tiny_model: Path, tiny_oracle: Oracle, prompts: Prompts) -> None:
     """A preempted request of 1,000 tokens is let in again although only the bound is free."""
     limits = {"allow_dense": False, "budget": [1, 48], "buffer_size": [0, 8]}

@@ -11,6 +11,7 @@ import pytest
 from vllm import SamplingParams, TokensPrompt
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import BeamSearchParams
+from vllm.v1.engine import FinishReason
 
 from randkv import RandKVConfig, RandKVConfigError
 from randkv.planner import replay
@@ -110,6 +111,62 @@ def test_dense_requests_report_too(any_engine: Engine, prompts: Prompts) -> None
     assert (report["rounds"], report["evicted_tokens"], report["physical_tokens"]) == (0, 0, 111)
 
 
+def test_dense_requests_count_replayed_tokens_too(any_engine: Engine, prompts: Prompts) -> None:
+    any_engine.add("dense", prompts(12), 100, "dense")
+    any_engine.add("policy", prompts(12), 100)
+    for _ in range(60):
+        any_engine.step()
+    any_engine.llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
+    reports = [out.kv_cache for out in any_engine.run().values()]
+    assert [report["preemptions"] for report in reports] == [1, 1]
+    assert reports[0]["replayed_tokens"] == reports[1]["replayed_tokens"] >= 60
+
+
+def test_a_preempted_request_finished_by_output_in_flight_reports_what_shaped_it(
+    tiny_model: Path, tiny_oracle: Oracle, prompts: Prompts
+) -> None:
+    """Asynchronous: the last token arrives although its request has just lost its cache."""
+    finished_without_cache = 0
+    with engine(
+        tiny_model,
+        asynchronous=True,
+        kv_cache_policy={"type": "randkv", "budget": 48, "buffer_size": 8},
+        num_gpu_blocks_override=10,
+        max_model_len=144,
+        enable_prefix_caching=False,
+    ) as running:
+        for max_tokens in range(56, 68):
+            running.add("neighbour", prompts(20), 120, "dense")
+            running.add("r", prompts(24), max_tokens)
+            output = running.run()["r"]
+            assert_exact(tiny_oracle, output)
+            report, computed = output.kv_cache, 24 + max_tokens - 1
+            assert report["rounds"] == (computed - 1 - 57) // 8 + 1
+            assert report["evicted_tokens"] == 1 + 8 * (report["rounds"] - 1)
+            assert report["physical_tokens"] == computed - report["evicted_tokens"]
+            no_replay = report["preemptions"] and not report["replayed_tokens"]
+            finished_without_cache += bool(no_replay)
+    assert finished_without_cache, "no request was finished while preempted: nothing is tested"
+
+
+@pytest.mark.parametrize("num_steps", [8, 100])
+def test_an_aborted_request_has_the_report_known_so_far(
+    any_engine: Engine, prompts: Prompts, num_steps: int
+) -> None:
+    any_engine.add("gone", prompts(12), 300)
+    for _ in range(num_steps):
+        any_engine.step()
+    states = any_engine.llm.llm_engine.output_processor.request_states
+    state = next(iter(states.values()))
+    # What `abort_requests` makes of it for a client that is still listening.
+    output = state.make_request_output([], None, FinishReason.ABORT, None)
+    assert output.kv_cache["policy"] == "randkv"
+    assert output.kv_cache["request_key"] == "gone"
+    assert (output.kv_cache["rounds"] > 0) is (num_steps == 100)
+    any_engine.llm.llm_engine.abort_request(["gone"])
+    any_engine.run()
+
+
 def test_an_aborted_request_does_not_disturb_reports(any_engine: Engine, prompts: Prompts) -> None:
     any_engine.add("gone", prompts(12), 300)
     any_engine.add("stays", prompts(12), 150)
@@ -131,7 +188,9 @@ def test_off_and_dense_engines(
             with pytest.raises(RandKVConfigError, match="runs without kv_cache_policy"):
                 running.add("r", prompt, 100, override)
             running.add("plain", prompt, 100)
-            assert running.run()["plain"].kv_cache is None
+            running.add("null", prompt, 100, extra_args={"kv_cache_policy": None})
+            outputs = running.run()
+            assert outputs["plain"].kv_cache is outputs["null"].kv_cache is None
             assert running.scheduler.kv_cache_policy is None
             assert running.runner.kv_cache_policy is None
         else:
