@@ -2,8 +2,8 @@
 """What the patch costs when the policy is off: patched against unpatched vLLM, in pairs.
 
 ``python -m benchmarks.policy_off`` prints the ratio of output tokens/s, patched over unpatched, as
-the median over pairs with its spread. Both engines are up all the time; pairs alternate who goes
-first, so a slow minute of the machine hits both.
+the median over pairs with its spread. Both engines are up all the time; runs are short and pairs
+alternate who goes first, so a slow minute of the machine hits both.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def main() -> int:
     from tests.engine.models import make_tiny_model
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.policy_off")
-    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--pairs", type=int, default=400)
+    parser.add_argument("--tokens", type=int, default=20, help="output tokens per request")
     arguments = parser.parse_args()
     ratios = []
     with (
@@ -84,14 +85,20 @@ def main() -> int:
     ):
         for i in range(arguments.pairs):
             order = (patched, unpatched) if i % 2 == 0 else (unpatched, patched)
-            seconds = {worker: worker.ask("time")["seconds"] for worker in order}
+            command = f"time {arguments.tokens}"
+            seconds = {worker: worker.ask(command)["seconds"] for worker in order}
             ratios.append(seconds[unpatched] / seconds[patched])
-            sys.stdout.write(f"pair {i + 1:3}: {ratios[-1]:.4f}\n")
-            sys.stdout.flush()
+            if (i + 1) % 50 == 0:
+                sys.stdout.write(f"{i + 1} pairs: median {statistics.median(ratios):.4f}\n")
+                sys.stdout.flush()
     low, _, high = statistics.quantiles(ratios, n=4)
+    # Sign-test interval of the median: order statistics sqrt(n) either side of the middle.
+    ordered, half = sorted(ratios), len(ratios) ** 0.5
+    first, last = int(len(ratios) / 2 - half), min(int(len(ratios) / 2 + half), len(ratios) - 1)
     sys.stdout.write(
         f"output tokens/s, patched / unpatched, policy off: median {statistics.median(ratios):.4f} "
-        f"over {len(ratios)} pairs, quartiles {low:.4f} to {high:.4f}\n"
+        f"(95 % interval {ordered[max(first, 0)]:.4f} to {ordered[last]:.4f}) over {len(ratios)} "
+        f"pairs, quartiles {low:.4f} to {high:.4f}\n"
     )
     return 0
 

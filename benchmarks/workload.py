@@ -2,8 +2,8 @@
 """A fixed workload on whatever vLLM is first on the path; the policy is off.
 
 ``python -m benchmarks.workload MODEL`` reads one command a line and answers each with one line of
-JSON. ``record``: every output token, and the free blocks after every step. ``time``: seconds and
-output tokens of one run.
+JSON. ``record``: every output token, and the free blocks after every step. ``time N``: seconds of
+a run with N output tokens per request.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 NUM_REQUESTS = 24
-NUM_OUTPUT_TOKENS = 150
+NUM_RECORDED_TOKENS = 150
 
 
 def start(model: str) -> Any:
@@ -39,7 +39,7 @@ def start(model: str) -> Any:
     )
 
 
-def run(llm: Any) -> tuple[dict[str, list[int]], list[int]]:
+def run(llm: Any, max_tokens: int) -> tuple[dict[str, list[int]], list[int]]:
     """Chunked prefills, shared prefixes and preemptions. Tokens by request, free blocks by step."""
     from vllm import SamplingParams, TokensPrompt
 
@@ -48,9 +48,7 @@ def run(llm: Any) -> tuple[dict[str, list[int]], list[int]]:
     engine = llm.llm_engine
     engine.reset_prefix_cache()
     pool = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
-    params = SamplingParams(
-        temperature=0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True, detokenize=False
-    )
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     for i in range(NUM_REQUESTS):
         prompt = shared[: rng.randrange(0, 60)] + [rng.randrange(2, 500) for _ in range(20)]
         engine.add_request(f"r{i}", TokensPrompt(prompt_token_ids=prompt), params)
@@ -68,19 +66,21 @@ def main() -> int:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what vLLM prints goes elsewhere
     llm = start(sys.argv[1])
-    run(llm)  # warm up
+    run(llm, NUM_RECORDED_TOKENS)  # warm up
     for line in sys.stdin:
-        began = time.perf_counter()
-        tokens, free_blocks = run(llm)
-        seconds = time.perf_counter() - began
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        answer: dict[str, Any] = {
-            "tokens": tokens,
-            "free_blocks": free_blocks,
-            "is_patched": hasattr(scheduler, "kv_cache_policy"),
-        }
-        if line.strip() == "time":
-            answer = {"seconds": seconds, "num_tokens": sum(map(len, tokens.values()))}
+        command, *arguments = line.split()
+        if command == "time":
+            began = time.perf_counter()
+            run(llm, int(arguments[0]))
+            answer: dict[str, Any] = {"seconds": time.perf_counter() - began}
+        else:
+            tokens, free_blocks = run(llm, NUM_RECORDED_TOKENS)
+            scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+            answer = {
+                "tokens": tokens,
+                "free_blocks": free_blocks,
+                "is_patched": hasattr(scheduler, "kv_cache_policy"),
+            }
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
     return 0
