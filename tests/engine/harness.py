@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,9 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from randkv.config import RandKVConfig, RequestPolicy
 from randkv.planner import RoundPlan
 from tests.engine.oracle import Comparison, Oracle
+
+MAX_STEPS = 30_000
+"""More than any test here needs; a request that hangs fails its test instead of stopping it."""
 
 DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
@@ -123,10 +127,20 @@ class Engine:
     def run(self) -> dict[str, RequestOutput]:
         """Step until nothing is left; outputs by external request id."""
         outputs: dict[str, RequestOutput] = {}
-        while self.llm.llm_engine.has_unfinished_requests():
+        for _ in range(MAX_STEPS):
+            if not self.llm.llm_engine.has_unfinished_requests():
+                self.check_pool()
+                return outputs
             outputs.update((out.request_id, out) for out in self.step())
-        self.check_pool()
-        return outputs
+        raise AssertionError(f"unfinished after {MAX_STEPS} steps: {self.scheduler.requests}")
+
+    def preempt(self, request_id: str) -> None:
+        """Preempt one running request, the way the scheduler does when blocks run out."""
+        request = next(
+            r for r in self.scheduler.running if r.request_id.startswith(f"{request_id}-")
+        )
+        self.scheduler.running.remove(request)
+        self.scheduler._preempt_request(request, time.monotonic())
 
     def check_pool(self) -> None:
         """Every block is back: nothing that ran here leaked one."""
