@@ -132,8 +132,10 @@ def derived_layout(kv_cache: torch.Tensor, write_tokens: WriteTokens) -> KVLayou
             np.bincount(head, minlength=num_kv_heads), np.full(num_kv_heads, num_elements)
         ):
             raise RandKVLayoutError("a head's elements are not in the head's part of the block")
-        table = np.empty((num_kv_heads, num_elements), np.int64)
+        table = np.full((num_kv_heads, num_elements), -1)
         table[head, number] = offset
+        if (table < 0).any():
+            raise RandKVLayoutError("two elements of a block were stored as one")
         grid = table[0].reshape(block_size, head_size)
         slots = grid[:, 0].copy()
         dims = grid[0] - grid[0, 0]

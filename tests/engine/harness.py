@@ -74,6 +74,7 @@ class Engine:
         self.core = self.llm.llm_engine.engine_core.engine_core
         assert self.core.vllm_config.scheduler_config.async_scheduling is asynchronous
         self.num_blocks = self.pool.get_num_free_blocks()
+        self.most_running = 0
 
     @property
     def scheduler(self) -> Scheduler:
@@ -122,7 +123,10 @@ class Engine:
         )
 
     def step(self) -> list[RequestOutput]:
-        return [out for out in self.llm.llm_engine.step() if out.finished]
+        """One step of the engine; the requests that it finished."""
+        outputs = self.llm.llm_engine.step()
+        self.most_running = max(self.most_running, len(self.scheduler.running))
+        return [out for out in outputs if out.finished]
 
     def run(self) -> dict[str, RequestOutput]:
         """Step until nothing is left; outputs by external request id."""

@@ -36,9 +36,10 @@ class Oracle:
     """Teacher-forced float32 forward passes of one model under keep-sets."""
 
     def __init__(self, model: Path) -> None:
-        ALL_ATTENTION_FUNCTIONS.register("randkv_oracle", self._attention)
+        name = f"oracle_{id(self)}"  # the registry is global, and each oracle has its own masks
+        ALL_ATTENTION_FUNCTIONS.register(name, self._attention)
         self._model = AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.float32, attn_implementation="randkv_oracle"
+            model, dtype=torch.float32, attn_implementation=name
         ).eval()
         config = self._model.config
         self._num_layers = config.num_hidden_layers

@@ -52,12 +52,8 @@ def test_memory_for_4_dense_requests_runs_16_policy_requests_at_once(
     ) as running:
         for i in range(16):
             running.add(f"r{i}", prompts(50), NUM_TOKENS)
-        at_once, outputs = 0, {}
-        while running.llm.llm_engine.has_unfinished_requests():
-            outputs.update((out.request_id, out) for out in running.step())
-            at_once = max(at_once, len(running.scheduler.running))
-        running.check_pool()
-        assert at_once == 16
+        outputs = running.run()
+        assert running.most_running == 16
         assert all(out.kv_cache["preemptions"] == 0 for out in outputs.values())
         assert_exact(tiny_oracle, outputs["r7"])
 

@@ -104,14 +104,8 @@ def test_a_hundred_requests_preempted_in_mid_generation(
     ) as running:
         for i in range(110):
             running.add(f"r{i}", prompts.any(1, 48), 200)
-        peak = 0
-        outputs = {}
-        while running.llm.llm_engine.has_unfinished_requests():
-            outputs.update((out.request_id, out) for out in running.step())
-            peak = max(peak, len(running.scheduler.running))
-        running.check_pool()
-    if asynchronous:
-        assert len(outputs) == 110
+        outputs = running.run()
+    assert len(outputs) == 110
     assert sum(out.kv_cache["preemptions"] for out in outputs.values()) > 0
     assert sum(out.kv_cache["replayed_tokens"] for out in outputs.values()) > 0
     for output in outputs.values():
@@ -132,13 +126,8 @@ def test_a_hundred_requests_running_at_once_asynchronously(
     ) as running:
         for i in range(128):
             running.add(f"r{i}", prompts.any(1, 48), 220)
-        peak = 0
-        outputs = {}
-        while running.llm.llm_engine.has_unfinished_requests():
-            outputs.update((out.request_id, out) for out in running.step())
-            peak = max(peak, len(running.scheduler.running))
-        running.check_pool()
-    assert peak >= 100, f"only {peak} requests ran at once"
+        outputs = running.run()
+        assert running.most_running >= 100
     assert sum(out.kv_cache["preemptions"] for out in outputs.values()) > 0
     results = [compare(tiny_oracle, output) for output in outputs.values()]
     assert sum(result.num_different for result in results) == 0
@@ -147,26 +136,43 @@ def test_a_hundred_requests_running_at_once_asynchronously(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("asynchronous", "num_blocks"),
-    [(False, 512), (True, 33)],
-    ids=["synchronous", "asynchronous-preempted"],
+    "options",
+    [
+        {"asynchronous": False, "block_size": 16, "max_num_batched_tokens": 16, "max_num_seqs": 16},
+        {"asynchronous": True, "block_size": 16, "num_gpu_blocks_override": 45},
+        {"asynchronous": False, "block_size": 32, "num_gpu_blocks_override": 22},
+        {"asynchronous": True, "block_size": 32, "enable_prefix_caching": False},
+    ],
+    ids=[
+        "synchronous-16-chunked-prefill",
+        "asynchronous-16-preempted",
+        "synchronous-32-preempted",
+        "asynchronous-32-no-prefix-caching",
+    ],
 )
-def test_smollm2_is_exact(smollm2_oracle: Oracle, asynchronous: bool, num_blocks: int) -> None:
-    """Real text: 4 requests of 400 tokens, 8 rounds each and more, prefix caching on."""
+def test_smollm2_is_exact(smollm2_oracle: Oracle, options: dict[str, Any]) -> None:
+    """Real text, 400 tokens and 8 rounds each at least; r = 0, P = K, and an aborted neighbour."""
     with engine(
         SMOLLM2,
-        asynchronous=asynchronous,
         kv_cache_policy={"type": "randkv", "budget": 96, "buffer_size": 32},
-        num_gpu_blocks_override=num_blocks,
-        max_model_len=512,
+        max_model_len=640,
+        **options,
     ) as running:
         tokenizer = running.llm.get_tokenizer()
-        for i, text in enumerate(TEXTS):
-            running.add(f"r{i}", tokenizer(text).input_ids, 400)
+        texts = [tokenizer(text).input_ids for text in TEXTS]
+        running.add("neighbour", texts[2], 600)
+        for i, text in enumerate(texts):
+            running.add(f"text-{i}", text, 400)
+        full = (texts[2] * 10)[:64]
+        running.add("full-prompt", full, 400, {"type": "randkv", "budget": 64, "buffer_size": 16})
+        running.add("no-buffer", texts[1], 400, {"type": "randkv", "buffer_size": 0})
+        for _ in range(250):
+            running.step()
+        running.llm.llm_engine.abort_request(["neighbour"])
         outputs = running.run()
-    assert len(outputs) == 4
+    assert len(outputs) == 6
     for output in outputs.values():
         assert output.kv_cache["rounds"] >= 8
         assert_exact(smollm2_oracle, output)
     preemptions = sum(out.kv_cache["preemptions"] for out in outputs.values())
-    assert (preemptions > 0) is (num_blocks == 33)
+    assert (preemptions > 0) is ("num_gpu_blocks_override" in options)
