@@ -28,7 +28,8 @@ format: setup ## Format the code
 	@.venv/bin/ruff check --fix .
 
 bench: setup ## Measure the share of compaction, and what the patch costs when off
-	@$(python) -m benchmarks.policy_off $(ARGS)
+	@$(python) -m benchmarks.compaction
+	@$(python) -m benchmarks.policy_off
 
 clean: ## Remove .venv/ and models/
 	rm -rf .venv models build

@@ -17,8 +17,16 @@ from randkv.errors import RandKVPatchError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEFAULT_MODEL = REPOSITORY / "models" / "smollm2-135m-instruct"
-DEFAULT_MODEL_NAME = "smollm2-135m-instruct"
-DEFAULT_KV_CACHE_BYTES = 2**30
+DEFAULT_MODEL_OPTIONS = {
+    "model": str(DEFAULT_MODEL),
+    "served_model_name": ["smollm2-135m-instruct"],
+    "kv_cache_memory_bytes": 2**30,
+    # vLLM's CPU worker refuses to start unless this share of the memory is free.
+    "gpu_memory_utilization": 0.3,
+    # Compiling takes more than a minute, at every start.
+    "enforce_eager": True,
+}
+"""What the embedded model is served with where the command line says nothing else."""
 
 
 def parse_arguments(arguments: list[str]) -> Namespace:
@@ -32,14 +40,9 @@ def parse_arguments(arguments: list[str]) -> Namespace:
     if parsed.model is None and parsed.model_tag is None:
         if not (DEFAULT_MODEL / "prepared.json").is_file():
             parser.error(f"the default model is not in {DEFAULT_MODEL}: run make setup")
-        parsed.model = str(DEFAULT_MODEL)
-        parsed.served_model_name = parsed.served_model_name or [DEFAULT_MODEL_NAME]
-        parsed.kv_cache_memory_bytes = parsed.kv_cache_memory_bytes or DEFAULT_KV_CACHE_BYTES
-        # vLLM's CPU worker refuses to start unless this share of the memory is free.
-        parsed.gpu_memory_utilization = min(parsed.gpu_memory_utilization, 0.3)
-        parsed.enforce_eager = True  # compiling takes minutes, more than this model ever gains
-    elif parsed.model is None:
-        parsed.model = parsed.model_tag
+        parser.set_defaults(**DEFAULT_MODEL_OPTIONS)
+        parsed = parser.parse_args(arguments)
+    parsed.model = parsed.model or parsed.model_tag
     validate_parsed_serve_args(parsed)
     return parsed
 
@@ -92,8 +95,7 @@ def main() -> int:
     except RandKVPatchError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
-    if "VLLM_LOGGING_LEVEL" not in os.environ:
-        os.environ["VLLM_LOGGING_LEVEL"] = "INFO"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # nothing is sent anywhere unless asked for
     import uvloop
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 
