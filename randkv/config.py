@@ -13,6 +13,7 @@ from randkv.errors import RandKVConfigError
 MAX_SEED = 2**64 - 1
 MAX_TOKENS = 2**31 - 1
 MAX_REQUEST_KEY_LEN = 512
+MAX_SHOWN_KEY_LEN = 64
 PolicyType = Literal["dense", "randkv"]
 _TYPES = ("dense", "randkv")
 
@@ -50,8 +51,9 @@ def _mapping(field: str, value: Any) -> dict[str, Any]:
 def _refuse_unknown(field: str, mapping: Mapping[str, Any], known: tuple[str, ...]) -> None:
     for key in mapping:
         if key not in known:
-            names = ", ".join(known)
-            raise RandKVConfigError(f"{field}.{key}", mapping[key], f"one of the keys {names}")
+            name = key if len(key) <= MAX_SHOWN_KEY_LEN else f"{key[:MAX_SHOWN_KEY_LEN]}…"
+            expected = f"one of the keys {', '.join(known)}"
+            raise RandKVConfigError(f"{field}.{name}", mapping[key], expected)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,10 @@ _MAX_SHOWN = 200
 
 def shown(value: object) -> str:
     """`repr(value)`, cut so that an error text stays readable whatever the input was."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python converts
+        text = f"an unprintable {type(value).__name__}"
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}… ({len(text)} characters)"
 
 

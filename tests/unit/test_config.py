@@ -73,9 +73,18 @@ def test_parse_names_the_bad_field(value: Any, field: str) -> None:
     assert isinstance(caught.value, ValueError)
 
 
-def test_error_text_is_bounded_however_large_the_value() -> None:
+@pytest.mark.parametrize(
+    "value",
+    [
+        "x" * 1_000_000,
+        {"type": "randkv", "x" * 1_000_000: 1},
+        {"type": "x" * 1_000_000},
+        {"type": "randkv", "budget": 10**5000},
+    ],
+)
+def test_error_text_is_bounded_however_large_the_value(value: Any) -> None:
     with pytest.raises(RandKVConfigError) as caught:
-        RandKVConfig.parse("x" * 1_000_000)
+        RandKVConfig.parse(value)
     assert len(str(caught.value)) < 500
 
 
