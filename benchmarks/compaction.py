@@ -8,6 +8,7 @@ the KV memory of 4 dense requests of 4,000 tokens, over whole round intervals, a
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 import time
@@ -55,6 +56,7 @@ def measure(running: Engine, rounds: int) -> Share:
 
 
 def main() -> int:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from tests.engine.harness import engine
     from tests.engine.models import SMOLLM2
 
