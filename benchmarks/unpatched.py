@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -26,12 +25,5 @@ def make_unpatched(directory: Path) -> Path:
     subprocess.run(["cp", "-rs", f"{installed}/", str(target)], check=True)
     for cache in target.rglob("__pycache__"):
         shutil.rmtree(cache)
-    for sums in patching.read_sums():
-        path = target / sums.path
-        text = path.read_text()
-        path.unlink()  # the link, not what it points to
-        path.write_text(text)
-        os.utime(path, (0, 0))
-    (target / patching.STAMP_NAME).unlink()
-    patching.revert(target)
+    patching.revert(target)  # replaces links, never what they point to
     return directory

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.request import Request
 
-from randkv.config import RequestPolicy
+from randkv.config import RandKVConfig, RequestPolicy
 from randkv.planner import BlockCopy, RoundPlan, is_due, next_due
 from randkv.selection import stream_key
 from randkv.vllm.report import KVCacheReport
@@ -42,11 +42,10 @@ class RequestState:
         self.key = stream_key(policy.request_key, policy.config.seed) if policy.config else None
         self.evicted_tokens = 0
         self.rounds = 0
-        # Tokens of [resumed_at, replay_until) are computed again after a preemption.
-        self.replay_until = 0
+        # Tokens of [resumed_at, _lost.computed_tokens) are computed again after a preemption.
         self.resumed_at = 0
-        self._replayed_before = 0
         self._lost = Cache(0, 0, 0)
+        self._replayed_before = 0
         self.reported: tuple[int, int] | None = None  # rounds, preemptions
 
     @classmethod
@@ -54,7 +53,7 @@ class RequestState:
         return cls(RequestPolicy.from_dict(value))
 
     def replayed_tokens(self, computed_tokens: int) -> int:
-        again = min(computed_tokens, self.replay_until) - self.resumed_at
+        again = min(computed_tokens, self._lost.computed_tokens) - self.resumed_at
         return self._replayed_before + max(again, 0)
 
     def cache(self, computed_tokens: int) -> Cache:
@@ -67,12 +66,16 @@ class RequestState:
 
     def forget_cache(self, computed_tokens: int) -> None:
         """The request lost its blocks with `computed_tokens` computed."""
-        self._lost = self.cache(computed_tokens)
         self._replayed_before = self.replayed_tokens(computed_tokens)
-        self.replay_until = max(self.replay_until, computed_tokens)
-        self.resumed_at = self.replay_until
+        self._lost = self.cache(computed_tokens)
+        self.resumed_at = self._lost.computed_tokens
         self.evicted_tokens = 0
         self.rounds = 0
+
+
+def _config_of(request: Request) -> RandKVConfig | None:
+    """What the request runs under; None for a dense one."""
+    return None if request.kv_cache_state is None else request.kv_cache_state.config
 
 
 class SchedulerPolicy:
@@ -102,17 +105,13 @@ class SchedulerPolicy:
 
     def cap_prefix_hit(self, request: Request, max_hit: int) -> int:
         """Longest prefix hit in tokens: cached blocks beyond ``K + r`` were attended densely."""
-        state = request.kv_cache_state
-        if state is None or state.config is None:
-            return max_hit
-        return min(max_hit, state.config.compacted_len)
+        config = _config_of(request)
+        return max_hit if config is None else min(max_hit, config.compacted_len)
 
     def admission_len(self, request: Request, num_tokens: int) -> int:
         """Tokens for which admission must find room."""
-        state = request.kv_cache_state
-        if state is None or state.config is None:
-            return num_tokens
-        return min(num_tokens, state.config.max_physical_len)
+        config = _config_of(request)
+        return num_tokens if config is None else min(num_tokens, config.max_physical_len)
 
     def num_evicted(self, request: Request) -> int:
         return 0 if request.kv_cache_state is None else request.kv_cache_state.evicted_tokens

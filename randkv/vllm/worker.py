@@ -19,7 +19,7 @@ from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 from randkv.compactor.base import Compactor, PairCounts
 from randkv.compactor.pytorch import PyTorchCompactor
 from randkv.errors import RandKVLayoutError
-from randkv.kv_layout import KVLayout, derived_layout, strided_layout
+from randkv.kv_layout import KVLayout, WriteTokens, derived_layout, strided_layout
 from randkv.planner import RoundPlan
 from randkv.vllm.support import refuse_unsupported_layers
 
@@ -164,6 +164,11 @@ def _layout(runner: GPUModelRunner, backend: str, kv_cache: torch.Tensor) -> KVL
 
 def _cpu_layout(runner: GPUModelRunner, kv_cache: torch.Tensor) -> KVLayout:
     builder = runner.attn_groups[0][0].get_metadata_builder()
+    return derived_layout(kv_cache, cpu_writer(builder.isa, builder.kv_cache_dtype))
+
+
+def cpu_writer(isa: str, kv_cache_dtype: str) -> WriteTokens:
+    """How vLLM's CPU backend stores tokens with this instruction set and cache dtype."""
 
     def write_tokens(
         keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor
@@ -177,10 +182,10 @@ def _cpu_layout(runner: GPUModelRunner, kv_cache: torch.Tensor) -> KVLayout:
             key_cache,
             value_cache,
             slot_mapping,
-            builder.isa,
+            isa,
             k_scale=1.0,
             v_scale=1.0,
-            kv_cache_dtype=builder.kv_cache_dtype,
+            kv_cache_dtype=kv_cache_dtype,
         )
 
-    return derived_layout(kv_cache, write_tokens)
+    return write_tokens

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.harness import Engine, Watcher, engine
+from tests.engine.harness import POLICY, Engine, Watcher, engine
 from tests.engine.models import SMOLLM2, TINY_VOCABULARY, make_tiny_model
 from tests.engine.oracle import Oracle
 
@@ -30,8 +30,7 @@ def smollm2_oracle() -> Oracle:
 @pytest.fixture(scope="module", params=[False, True], ids=["synchronous", "asynchronous"])
 def any_engine(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Engine]:
     """One engine of the small model for a whole file; both schedulers, overrides allowed."""
-    policy = {"type": "randkv", "budget": 48, "buffer_size": 8}
-    with engine(tiny_model, asynchronous=request.param, kv_cache_policy=policy) as started:
+    with engine(tiny_model, asynchronous=request.param, kv_cache_policy=POLICY) as started:
         yield started
 
 

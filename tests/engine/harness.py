@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,18 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.platforms.cpu import CpuPlatform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from randkv.config import RandKVConfig, RequestPolicy
 from randkv.planner import RoundPlan
 from tests.engine.oracle import Comparison, Oracle
+
+POLICY: dict[str, Any] = {"type": "randkv", "budget": 48, "buffer_size": 8}
+"""What most tests run: rounds come early, and often."""
 
 MAX_STEPS = 30_000
 """More than any test here needs; a request that hangs fails its test instead of stopping it."""
@@ -48,7 +53,7 @@ DEFAULTS: dict[str, Any] = {
 
 @contextmanager
 def _asynchronous_scheduling() -> Iterator[None]:
-    """VLLM's CPU platform turns asynchronous scheduling off after reading the flag; turn it on."""
+    """Turn on what vLLM's CPU platform turns off after reading the flag."""
     original = CpuPlatform.check_and_update_config.__func__
 
     def keep_asynchronous(cls: type[CpuPlatform], vllm_config: VllmConfig) -> None:
@@ -88,14 +93,18 @@ class Engine:
     def runner(self) -> GPUModelRunner:
         return self.core.model_executor.driver_worker.worker.model_runner
 
-    def blocks_of(self, request_id: str) -> int:
-        """Blocks that the request with this external id holds now."""
-        manager = self.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
-        return sum(
-            len(blocks)
-            for internal, blocks in manager.req_to_blocks.items()
+    def request(self, request_id: str) -> Request:
+        """The scheduler's request with this external id."""
+        return next(
+            request
+            for internal, request in self.scheduler.requests.items()
             if internal.rsplit("-", 1)[0] == request_id
         )
+
+    def blocks_of(self, request_id: str) -> Sequence[KVCacheBlock]:
+        """Blocks that the request with this external id holds now, in slot order."""
+        internal = self.request(request_id).request_id
+        return self.scheduler.kv_cache_manager.get_blocks(internal).blocks[0]
 
     def add(
         self,
@@ -140,9 +149,7 @@ class Engine:
 
     def preempt(self, request_id: str) -> None:
         """Preempt one running request, the way the scheduler does when blocks run out."""
-        request = next(
-            r for r in self.scheduler.running if r.request_id.startswith(f"{request_id}-")
-        )
+        request = self.request(request_id)
         self.scheduler.running.remove(request)
         self.scheduler._preempt_request(request, time.monotonic())
 
@@ -231,3 +238,8 @@ def assert_exact(oracle: Oracle, output: RequestOutput) -> None:
     result = compare(oracle, output)
     assert result.num_different == 0, (output.request_id, result, output.kv_cache)
     assert result.max_logprob_error < 1e-3, (output.request_id, result, output.kv_cache)
+
+
+def assert_all_exact(oracle: Oracle, outputs: Iterable[RequestOutput]) -> None:
+    for output in outputs:
+        assert_exact(oracle, output)

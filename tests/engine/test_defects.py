@@ -4,16 +4,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from randkv.selection import evicted_slots, stream_key
 from tests.engine.conftest import Prompts
-from tests.engine.harness import Engine, Watcher, assert_exact, engine
+from tests.engine.harness import POLICY, Engine, Watcher, assert_all_exact, assert_exact, engine
 from tests.engine.oracle import Oracle
-
-POLICY: dict[str, Any] = {"type": "randkv", "budget": 48, "buffer_size": 8}
 
 
 def test_no_in_flight_token_is_written_to_a_freed_block(
@@ -42,8 +39,7 @@ def test_no_in_flight_token_is_written_to_a_freed_block(
     watcher.check = check  # type: ignore[method-assign]
     outputs = any_engine.run()
     assert checked > 500
-    for output in outputs.values():
-        assert_exact(tiny_oracle, output)
+    assert_all_exact(tiny_oracle, outputs.values())
 
 
 @pytest.mark.parametrize("prompt_len", [15, 16, 17, 31, 32, 33])
@@ -60,8 +56,7 @@ def test_boundary_blocks_are_there_in_time(
     for budget in (33, 40, 48):
         policy = {"type": "randkv", "budget": budget, "buffer_size": buffer_size}
         any_engine.add(f"k{budget}", prompts(prompt_len), 70, policy)
-    for output in any_engine.run().values():
-        assert_exact(tiny_oracle, output)
+    assert_all_exact(tiny_oracle, any_engine.run().values())
     assert watcher.rounds
 
 
@@ -89,8 +84,7 @@ def test_stale_evicted_counts_under_asynchronous_scheduling_show_near_100_reques
         outputs = running.run()
         assert max(len(step.num_scheduled_tokens) for step in watching.steps) >= 100
         assert max(len(step.kv_cache_rounds or ()) for step in watching.steps) > 5
-    for output in outputs.values():
-        assert_exact(tiny_oracle, output)
+    assert_all_exact(tiny_oracle, outputs.values())
 
 
 def test_no_stale_count_after_preemption(
@@ -124,9 +118,8 @@ def test_compacted_blocks_never_enter_the_prefix_cache(
     any_engine.add("r", prompt, 145, policy)
     for _ in range(140):
         any_engine.step()
-    request = next(iter(any_engine.scheduler.requests.values()))
-    blocks = any_engine.scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0]
-    assert request.kv_cache_state.rounds > 0
+    blocks = any_engine.blocks_of("r")
+    assert any_engine.request("r").kv_cache_state.rounds > 0
     assert [block.block_hash is not None for block in blocks] == [True] + [False] * (
         len(blocks) - 1
     )
@@ -172,8 +165,7 @@ def test_no_round_in_the_middle_of_a_chunked_prefill(
         assert len(prompt_steps) > 20
         for plan in watching.rounds:
             assert plan.old_len > 204 >= plan.prompt_len
-    for output in outputs.values():
-        assert_exact(tiny_oracle, output)
+    assert_all_exact(tiny_oracle, outputs.values())
 
 
 def test_a_second_engine_in_the_process_starts_clean(

@@ -12,7 +12,7 @@ from vllm import RequestOutput
 from vllm.v1.core.sched.interface import PauseState
 
 from randkv.planner import replay
-from tests.engine.harness import Engine, Watcher, assert_exact, engine, policy_of
+from tests.engine.harness import POLICY, Engine, Watcher, assert_exact, engine, policy_of
 from tests.engine.models import TINY_VOCABULARY
 from tests.engine.oracle import Oracle
 
@@ -81,7 +81,7 @@ def test_random_traffic_is_exact(tiny_model: Path, tiny_oracle: Oracle, seed: in
         tiny_model,
         asynchronous=bool(seed % 2),
         scheduling_policy=["fcfs", "priority"][seed // 2],
-        kv_cache_policy={"type": "randkv", "budget": 48, "buffer_size": 8},
+        kv_cache_policy=POLICY,
         num_gpu_blocks_override=15,
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=rng.choice([6, 12]),

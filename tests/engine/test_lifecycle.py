@@ -12,7 +12,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.core.sched.interface import PauseState
 
 from tests.engine.conftest import Prompts
-from tests.engine.harness import Engine, Watcher, assert_exact, engine
+from tests.engine.harness import POLICY, Engine, Watcher, assert_all_exact, assert_exact, engine
 from tests.engine.models import SMOLLM2
 from tests.engine.oracle import Oracle
 
@@ -20,19 +20,11 @@ FIRST_ROUND = 48 + 8 + 1
 """Computed tokens at which `any_engine`'s default policy runs its first round."""
 
 
-def computed_tokens(running: Engine, request_id: str) -> int:
-    return next(
-        request.num_computed_tokens
-        for internal, request in running.scheduler.requests.items()
-        if internal.startswith(f"{request_id}-")
-    )
-
-
 def step_until(running: Engine, request_id: str, num_tokens: int) -> None:
     """Step until the request has `num_tokens` computed tokens, or one schedule more."""
     for _ in range(2000):
         running.step()
-        if computed_tokens(running, request_id) >= num_tokens:
+        if running.request(request_id).num_computed_tokens >= num_tokens:
             return
     raise AssertionError(f"{request_id} did not reach {num_tokens} computed tokens")
 
@@ -65,8 +57,7 @@ def test_prefix_cache_is_shared_by_dense_and_policy_requests(
     any_engine.add("again", shared, 120)
     any_engine.add("longer", everything[:46], 120)
     outputs = any_engine.run()
-    for output in outputs.values():
-        assert_exact(tiny_oracle, output)
+    assert_all_exact(tiny_oracle, outputs.values())
     assert outputs["again"].num_cached_tokens >= 32
     # Up to the first round the policy request's cache was dense, and may be hit.
     assert outputs["dense"].num_cached_tokens <= FIRST_ROUND
@@ -79,14 +70,13 @@ def test_prefix_hits_of_policy_requests_stop_at_the_compacted_length(
     """A resumed request finds its own tokens in the cache, but as a dense request computed them."""
     any_engine.add("resumed", prompts(20), 150)
     step_until(any_engine, "resumed", 120)
-    request = next(iter(any_engine.scheduler.requests.values()))
-    any_engine.add("dense", list(request.all_token_ids)[:110], 10, "dense")
+    tokens = list(any_engine.request("resumed").all_token_ids)
+    any_engine.add("dense", tokens[:110], 10, "dense")
     for _ in range(6):
         any_engine.step()
     any_engine.preempt("resumed")
     outputs = any_engine.run()
-    for output in outputs.values():
-        assert_exact(tiny_oracle, output)
+    assert_all_exact(tiny_oracle, outputs.values())
     replayed = outputs["resumed"].kv_cache["replayed_tokens"]
     assert replayed >= 120 - (48 + 8)
     assert replayed < 120 - 16, "nothing was found in the prefix cache: nothing is tested"
@@ -96,10 +86,9 @@ def share_generated_blocks(running: Engine, prompts: Prompts, writer_prompt: int
     """Bring a policy request to its first round while a dense one holds blocks it generated."""
     running.add("writer", prompts(writer_prompt), 150)
     step_until(running, "writer", FIRST_ROUND - 3)
-    writer = next(r for i, r in running.scheduler.requests.items() if i.startswith("writer-"))
-    running.add("reader", list(writer.all_token_ids)[:50], 80, "dense")
+    running.add("reader", list(running.request("writer").all_token_ids)[:50], 80, "dense")
     running.step()
-    blocks = running.scheduler.kv_cache_manager.get_blocks(writer.request_id).blocks[0]
+    blocks = running.blocks_of("writer")
     shared = [index for index, block in enumerate(blocks) if block.ref_cnt > 1]
     assert shared == [0, 1, 2], "the reader does not share the blocks that the test is about"
 
@@ -110,8 +99,7 @@ def test_copy_on_write_when_a_generated_block_is_shared(
     share_generated_blocks(any_engine, prompts, 18)
     outputs = any_engine.run()
     assert [len(p.block_copies) for p in watcher.rounds if p.block_copies] == [2]
-    for output in outputs.values():
-        assert_exact(tiny_oracle, output)
+    assert_all_exact(tiny_oracle, outputs.values())
 
 
 def test_copy_on_write_into_a_block_that_another_round_has_just_freed(
@@ -121,8 +109,7 @@ def test_copy_on_write_into_a_block_that_another_round_has_just_freed(
     policy = {"type": "randkv", "budget": 40, "buffer_size": 16}
     any_engine.add("ahead", prompts(12 + 16), 150, policy)
     share_generated_blocks(any_engine, prompts, 12)
-    ahead = next(r for i, r in any_engine.scheduler.requests.items() if i.startswith("ahead-"))
-    before = any_engine.scheduler.kv_cache_manager.get_block_ids(ahead.request_id)[0]
+    before = [block.block_id for block in any_engine.blocks_of("ahead")]
     outputs = any_engine.run()
     copied = next(
         step for step in watcher.steps if any(p.block_copies for p in step.kv_cache_rounds or ())
@@ -130,8 +117,7 @@ def test_copy_on_write_into_a_block_that_another_round_has_just_freed(
     plans = copied.kv_cache_rounds
     assert [bool(plan.block_copies) for plan in plans] == [False, True]
     assert {c.target for c in plans[1].block_copies} & set(before), "no freed block was reused"
-    for output in outputs.values():
-        assert_exact(tiny_oracle, output)
+    assert_all_exact(tiny_oracle, outputs.values())
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
@@ -141,7 +127,7 @@ def test_no_free_block_for_copy_on_write_preempts(
     with engine(
         tiny_model,
         asynchronous=asynchronous,
-        kv_cache_policy={"type": "randkv", "budget": 48, "buffer_size": 8},
+        kv_cache_policy=POLICY,
         num_gpu_blocks_override=10,
         max_model_len=140,
     ) as running:
@@ -151,8 +137,7 @@ def test_no_free_block_for_copy_on_write_preempts(
         outputs = running.run()
         assert not any(plan.block_copies for plan in watching.rounds)
     assert outputs["reader"].kv_cache["preemptions"] > 0
-    for output in outputs.values():
-        assert_exact(tiny_oracle, output)
+    assert_all_exact(tiny_oracle, outputs.values())
 
 
 def test_n_samples_have_their_own_keys(
@@ -278,7 +263,7 @@ def test_priority_scheduling_preempts_and_stays_exact(
     with engine(
         tiny_model,
         asynchronous=asynchronous,
-        kv_cache_policy={"type": "randkv", "budget": 48, "buffer_size": 8},
+        kv_cache_policy=POLICY,
         scheduling_policy="priority",
         num_gpu_blocks_override=25,
         max_model_len=256,
@@ -292,8 +277,7 @@ def test_priority_scheduling_preempts_and_stays_exact(
         outputs = running.run()
     assert len(outputs) == 7
     assert sum(out.kv_cache["preemptions"] for out in outputs.values()) > 0
-    for output in outputs.values():
-        assert_exact(tiny_oracle, output)
+    assert_all_exact(tiny_oracle, outputs.values())
 
 
 def test_one_request_preempted_several_times(
@@ -301,7 +285,7 @@ def test_one_request_preempted_several_times(
 ) -> None:
     with engine(
         tiny_model,
-        kv_cache_policy={"type": "randkv", "budget": 48, "buffer_size": 8},
+        kv_cache_policy=POLICY,
         scheduling_policy="priority",
         num_gpu_blocks_override=16,
         max_model_len=240,
@@ -315,8 +299,7 @@ def test_one_request_preempted_several_times(
                 running.add(f"high-{i}-{j}", prompts.any(20, 40), 45, priority=0)
         outputs.update(running.run())
     assert outputs["victim"].kv_cache["preemptions"] >= 3
-    for output in outputs.values():
-        assert_exact(tiny_oracle, output)
+    assert_all_exact(tiny_oracle, outputs.values())
 
 
 def test_structured_output_and_stop_strings_with_a_policy() -> None:

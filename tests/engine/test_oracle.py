@@ -10,11 +10,18 @@ import pytest
 
 from randkv.config import RequestPolicy
 from tests.engine.conftest import Prompts
-from tests.engine.harness import Engine, assert_exact, compare, engine, policy_of
+from tests.engine.harness import (
+    POLICY,
+    Engine,
+    assert_all_exact,
+    assert_exact,
+    compare,
+    engine,
+    policy_of,
+)
 from tests.engine.models import SMOLLM2
 from tests.engine.oracle import Oracle
 
-POLICY: dict[str, Any] = {"type": "randkv", "budget": 48, "buffer_size": 8}
 TEXTS = [
     "The capital of France is",
     "Once upon a time there was a girl who",
@@ -108,8 +115,7 @@ def test_a_hundred_requests_preempted_in_mid_generation(
     assert len(outputs) == 110
     assert sum(out.kv_cache["preemptions"] for out in outputs.values()) > 0
     assert sum(out.kv_cache["replayed_tokens"] for out in outputs.values()) > 0
-    for output in outputs.values():
-        assert_exact(tiny_oracle, output)
+    assert_all_exact(tiny_oracle, outputs.values())
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from vllm.v1.engine import FinishReason
 from randkv import RandKVConfig, RandKVConfigError
 from randkv.planner import replay
 from tests.engine.conftest import Prompts
-from tests.engine.harness import Engine, assert_exact, engine, policy_of
+from tests.engine.harness import POLICY, Engine, assert_all_exact, assert_exact, engine, policy_of
 from tests.engine.oracle import Oracle
 
 LIMITS = {"allow_dense": False, "budget": [16, 256], "buffer_size": [0, 32]}
@@ -58,8 +58,7 @@ def test_a_bad_override_fails_that_request_alone(
     bounded.add("after", prompts(30), 80)
     outputs = bounded.run()
     assert set(outputs) == {"before", "after"}
-    for output in outputs.values():
-        assert_exact(tiny_oracle, output)
+    assert_all_exact(tiny_oracle, outputs.values())
 
 
 def test_the_callers_parameters_are_not_changed(bounded: Engine, prompts: Prompts) -> None:
@@ -130,7 +129,7 @@ def test_a_preempted_request_finished_by_output_in_flight_reports_what_shaped_it
     with engine(
         tiny_model,
         asynchronous=True,
-        kv_cache_policy={"type": "randkv", "budget": 48, "buffer_size": 8},
+        kv_cache_policy=POLICY,
         num_gpu_blocks_override=10,
         max_model_len=144,
         enable_prefix_caching=False,
@@ -199,8 +198,7 @@ def test_off_and_dense_engines(
             outputs = running.run()
             assert policy_of(outputs["plain"]).config is None
             assert outputs["r"].kv_cache["rounds"] > 10
-            for output in outputs.values():
-                assert_exact(tiny_oracle, output)
+            assert_all_exact(tiny_oracle, outputs.values())
 
 
 def test_streaming_input_sessions_are_refused(any_engine: Engine, prompts: Prompts) -> None:

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from vllm import _custom_ops as ops
 
 from randkv.compactor.pytorch import PyTorchCompactor
 from randkv.errors import RandKVLayoutError
-from randkv.kv_layout import KVLayout, derived_layout, strided_layout
+from randkv.kv_layout import KVLayout, WriteTokens, derived_layout, strided_layout
 from randkv.planner import RoundPlan
 from randkv.selection import stream_key
+from randkv.vllm.worker import cpu_writer
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_SIZE, NUM_BLOCKS = 2, 3, 32, 40
 
@@ -28,7 +28,7 @@ class Format(NamedTuple):
     dtype: torch.dtype
     make: Callable[[], torch.Tensor]
     layout: Callable[[torch.Tensor], KVLayout]
-    write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+    write: WriteTokens
 
 
 def strided(order: str, block_size: int, dtype: torch.dtype) -> Format:
@@ -51,24 +51,7 @@ def packed(isa: str, block_size: int, dtype: torch.dtype, cache_dtype: str = "au
     def make() -> torch.Tensor:
         return torch.zeros(NUM_BLOCKS, NUM_KV_HEADS, block_size, 2 * HEAD_SIZE, dtype=dtype)
 
-    def write(
-        keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
-    ) -> None:
-        num_blocks = len(cache)
-        halves = cache.view(num_blocks, NUM_KV_HEADS, 2 * block_size, HEAD_SIZE)
-        key_cache, value_cache = halves.chunk(2, dim=2)
-        ops.cpu_attn_reshape_and_cache(
-            keys.contiguous(),
-            values.contiguous(),
-            key_cache,
-            value_cache,
-            slots,
-            isa,
-            k_scale=1.0,
-            v_scale=1.0,
-            kv_cache_dtype=cache_dtype,
-        )
-
+    write = cpu_writer(isa, cache_dtype)
     name = f"{isa}-{block_size}-{dtype}-{cache_dtype}"
     return Format(name, block_size, dtype, make, lambda cache: derived_layout(cache, write), write)
 
