@@ -8,27 +8,30 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-from randkv.errors import RandKVConfigError
+from randkv.errors import RandKVConfigError, RefusalReason
 
 MAX_SEED = 2**64 - 1
 MAX_TOKENS = 2**31 - 1
 MAX_REQUEST_KEY_LEN = 512
 MAX_SHOWN_KEY_LEN = 64
 PolicyType = Literal["dense", "randkv"]
+LongPrompt = Literal["refuse", "dense"]
 _TYPES = ("dense", "randkv")
 
 
 def _integer(field: str, value: Any, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise RandKVConfigError(field, value, f"an integer from {low} to {high}")
-    return value
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not is_integer or not low <= value <= high:
+        reason: RefusalReason = "out_of_range" if is_integer else "malformed"
+        raise RandKVConfigError(field, value, f"an integer from {low} to {high}", reason=reason)
+    return int(value)
 
 
 def _json(field: str, text: str, expected: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise RandKVConfigError(field, text, expected) from None
+        raise RandKVConfigError(field, text, expected, reason="malformed") from None
 
 
 def _mapping(field: str, value: Any) -> dict[str, Any]:
@@ -39,12 +42,12 @@ def _mapping(field: str, value: Any) -> dict[str, Any]:
             return {"type": value}
         value = _json(field, value, expected)
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise RandKVConfigError(field, value, expected)
+        raise RandKVConfigError(field, value, expected, reason="malformed")
     mapping = dict(value)
-    if "type" not in mapping:
-        raise RandKVConfigError(f"{field}.type", None, 'the key "type", "randkv" or "dense"')
-    if mapping["type"] not in _TYPES:
-        raise RandKVConfigError(f"{field}.type", mapping["type"], '"randkv" or "dense"')
+    if mapping.get("type") not in _TYPES:
+        raise RandKVConfigError(
+            f"{field}.type", mapping.get("type"), '"randkv" or "dense"', reason="malformed"
+        )
     return mapping
 
 
@@ -53,7 +56,28 @@ def _refuse_unknown(field: str, mapping: Mapping[str, Any], known: tuple[str, ..
         if key not in known:
             name = key if len(key) <= MAX_SHOWN_KEY_LEN else f"{key[:MAX_SHOWN_KEY_LEN]}…"
             expected = f"one of the keys {', '.join(known)}"
-            raise RandKVConfigError(f"{field}.{name}", mapping[key], expected)
+            raise RandKVConfigError(
+                f"{field}.{name}", mapping[key], expected, reason="unknown_field"
+            )
+
+
+def check_request_key(field: str, value: Any) -> str:
+    """`value`, when it can name a request.
+
+    Raises:
+        RandKVConfigError: Not a string, too long, or nothing that UTF-8 can encode.
+    """
+    expected = f"a string of 1 to {MAX_REQUEST_KEY_LEN} characters"
+    if not isinstance(value, str):
+        raise RandKVConfigError(field, value, expected, reason="malformed")
+    if not 1 <= len(value) <= MAX_REQUEST_KEY_LEN:
+        raise RandKVConfigError(field, value, expected)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        expected += " that UTF-8 can encode"
+        raise RandKVConfigError(field, value, expected, reason="malformed") from None
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +141,13 @@ class RandKVConfig:
 class RequestPolicy:
     """What one request runs under. `config` is None for a dense request.
 
-    `request_key` is the identity that its keep-sets are a function of.
+    `request_key` is the identity that its keep-sets are a function of. `long_prompt` says that
+    the request is dense only because its prompt is longer than the budget it would have had.
     """
 
     config: RandKVConfig | None
     request_key: str
+    long_prompt: bool = False
 
     @property
     def type(self) -> PolicyType:
@@ -130,19 +156,19 @@ class RequestPolicy:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form that travels to the engine in ``SamplingParams.extra_args``."""
         base = {"type": "dense"} if self.config is None else self.config.to_dict()
-        return {**base, "request_key": self.request_key}
+        return {**base, "request_key": self.request_key, "long_prompt": self.long_prompt}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> RequestPolicy:
         """Inverse of `to_dict`."""
         mapping = dict(value)
-        request_key = mapping.pop("request_key")
+        request_key, long_prompt = mapping.pop("request_key"), mapping.pop("long_prompt")
         config = RandKVConfig.parse(mapping) if mapping["type"] == "randkv" else None
-        return cls(config, request_key)
+        return cls(config, request_key, long_prompt)
 
     def child(self, index: int) -> RequestPolicy:
         """The policy of sample `index` of a request with ``n > 1``."""
-        return RequestPolicy(self.config, f"{self.request_key}/{index}")
+        return RequestPolicy(self.config, f"{self.request_key}/{index}", self.long_prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +182,14 @@ class PolicyLimits:
         allow_dense: Whether a request may ask for, or default to, the full cache.
         budget: Inclusive range of a request's budget; tokens.
         buffer_size: Inclusive range of a request's buffer size; tokens.
+        long_prompt: What happens to a request whose prompt is longer than its budget: it is
+            refused, or served with the full cache.
     """
 
     allow_dense: bool = True
     budget: tuple[int, int] | None = None
     buffer_size: tuple[int, int] | None = None
+    long_prompt: LongPrompt = "refuse"
 
     @classmethod
     def parse(cls, value: Any) -> PolicyLimits:
@@ -181,11 +210,22 @@ class PolicyLimits:
         allow_dense = value.get("allow_dense", True)
         if not isinstance(allow_dense, bool):
             raise RandKVConfigError(f"{field}.allow_dense", allow_dense, "true or false")
+        long_prompt = value.get("long_prompt", "refuse")
+        if long_prompt not in ("refuse", "dense"):
+            raise RandKVConfigError(f"{field}.long_prompt", long_prompt, '"refuse" or "dense"')
+        if long_prompt == "dense" and not allow_dense:
+            raise RandKVConfigError(
+                f"{field}.long_prompt", long_prompt, '"refuse" while allow_dense is false'
+            )
         return cls(
             allow_dense,
             cls._range(f"{field}.budget", value.get("budget"), 1),
             cls._range(f"{field}.buffer_size", value.get("buffer_size"), 0),
+            long_prompt,
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
     @staticmethod
     def _range(field: str, value: Any, low: int) -> tuple[int, int] | None:
@@ -210,6 +250,7 @@ class PolicyLimits:
                     "dense",
                     '"randkv"',
                     "This server does not allow the full cache.",
+                    "not_allowed",
                 )
             return
         for name, limit in (("budget", self.budget), ("buffer_size", self.buffer_size)):
@@ -254,6 +295,7 @@ class EnginePolicy:
                 allow_dense=False,
                 budget=parsed.budget or (1, default.budget),
                 buffer_size=parsed.buffer_size or (0, default.buffer_size),
+                long_prompt=parsed.long_prompt,
             )
         parsed.check(default)
         return cls(default, parsed)
@@ -280,21 +322,12 @@ class EnginePolicy:
         Raises:
             RandKVConfigError: Names the field.
         """
-        request_key = request_id if seed is None else f"seed:{seed}"
-        config = self.default
-        if override is not None:
-            mapping = _mapping("kv_cache_policy", override)
-            if "request_key" in mapping:
-                request_key = self._request_key(mapping.pop("request_key"))
-            if mapping.pop("type") == "dense":
-                _refuse_unknown("kv_cache_policy", mapping, ("type", "request_key"))
-                config = None
-            else:
-                known = tuple(f.name for f in fields(RandKVConfig))
-                _refuse_unknown("kv_cache_policy", mapping, ("type", *known, "request_key"))
-                config = RandKVConfig(**{**asdict(self.default or RandKVConfig()), **mapping})
-            self.limits.check(config)
+        config, request_key = self.parse_override(override)
+        if request_key is None:
+            request_key = request_id if seed is None else f"seed:{seed}"
         if config is not None and prompt_len > config.budget:
+            if self.limits.long_prompt == "dense":
+                return RequestPolicy(None, request_key, long_prompt=True)
             remedy = f"Raise the budget to {prompt_len} or more, or shorten the prompt"
             remedy += ', or ask for kv_cache_policy "dense".' if self.limits.allow_dense else "."
             raise RandKVConfigError(
@@ -302,17 +335,28 @@ class EnginePolicy:
                 config.budget,
                 f"at least the prompt's {prompt_len} tokens, all of which are kept",
                 remedy,
+                "long_prompt",
             )
         return RequestPolicy(config, request_key)
 
-    @staticmethod
-    def _request_key(value: Any) -> str:
-        expected = f"a string of 1 to {MAX_REQUEST_KEY_LEN} characters"
-        if not isinstance(value, str) or not 1 <= len(value) <= MAX_REQUEST_KEY_LEN:
-            raise RandKVConfigError("kv_cache_policy.request_key", value, expected)
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            expected += " that UTF-8 can encode"
-            raise RandKVConfigError("kv_cache_policy.request_key", value, expected) from None
-        return value
+    def parse_override(self, override: Any) -> tuple[RandKVConfig | None, str | None]:
+        """Config and request key that `override` (None: nothing) asks for, within the limits.
+
+        Raises:
+            RandKVConfigError: Names the field.
+        """
+        if override is None:
+            return self.default, None
+        field, request_key = "kv_cache_policy", None
+        mapping = _mapping(field, override)
+        if "request_key" in mapping:
+            request_key = check_request_key(f"{field}.request_key", mapping.pop("request_key"))
+        config = None
+        if mapping.pop("type") == "dense":
+            _refuse_unknown(field, mapping, ("type", "request_key"))
+        else:
+            known = tuple(f.name for f in fields(RandKVConfig))
+            _refuse_unknown(field, mapping, ("type", *known, "request_key"))
+            config = RandKVConfig(**{**asdict(self.default or RandKVConfig()), **mapping})
+        self.limits.check(config)
+        return config, request_key

@@ -10,7 +10,12 @@ RandKVError
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
+
+RefusalReason = Literal[
+    "malformed", "unknown_field", "out_of_range", "not_allowed", "long_prompt", "conflict"
+]
+"""Why a policy was refused; the values of the `reason` label of ``randkv_refused_overrides``."""
 
 _MAX_SHOWN = 200
 
@@ -36,9 +41,18 @@ class RandKVConfigError(RandKVError, ValueError):
         value: The value that was given.
         expected: What would have been accepted.
         remedy: What to do, when that is more than using an accepted value.
+        reason: The kind of mistake.
     """
 
-    def __init__(self, field: str, value: Any, expected: str, remedy: str = "") -> None:
+    def __init__(
+        self,
+        field: str,
+        value: Any,
+        expected: str,
+        remedy: str = "",
+        reason: RefusalReason = "out_of_range",
+    ) -> None:
+        self.reason = reason
         self.field = field
         self.value = value
         self.expected = expected

@@ -3,4 +3,7 @@
 
 from randkv.compactor.base import Compactor, PairCounts
 
-__all__ = ["Compactor", "PairCounts"]
+BACK_END = "pytorch"
+"""The one that the engine uses."""
+
+__all__ = ["BACK_END", "Compactor", "PairCounts"]

@@ -54,6 +54,14 @@ def verify_config(vllm_config: VllmConfig) -> None:
     refuse_unsupported(vllm_config)
 
 
+def engine_process_started(vllm_config: VllmConfig) -> None:
+    """Called first in an engine process: it will not outlive the process that started it."""
+    if engine_policy(vllm_config) is not None:
+        from randkv.vllm.process import end_with_parent
+
+        end_with_parent()
+
+
 def max_physical_len(vllm_config: VllmConfig, max_model_len: int) -> int:
     """The most tokens one request can hold in the KV cache, for the start-up memory check."""
     policy = engine_policy(vllm_config)

@@ -22,6 +22,7 @@ class KVCacheReport(TypedDict):
         physical_tokens: Slots held when the report was made, or last, if preempted then.
         replayed_tokens: Tokens computed again after preemptions.
         preemptions: How often the request was preempted.
+        long_prompt: The request ran dense because its prompt was longer than its budget.
     """
 
     policy: str
@@ -34,6 +35,7 @@ class KVCacheReport(TypedDict):
     physical_tokens: int
     replayed_tokens: int
     preemptions: int
+    long_prompt: bool
 
 
 def merge(reports: Sequence[KVCacheReport]) -> KVCacheReport:

@@ -12,7 +12,7 @@ from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.engine import EngineCoreRequest
 
 from randkv.config import EnginePolicy, RequestPolicy
-from randkv.errors import RandKVConfigError
+from randkv.errors import RandKVConfigError, RefusalReason
 
 FIELD = "kv_cache_policy"
 
@@ -20,8 +20,15 @@ FIELD = "kv_cache_policy"
 class RequestPolicyError(VLLMValidationError, RandKVConfigError):
     """A bad policy on one request: a client error to vLLM's servers, a ValueError to `LLM`."""
 
-    def __init__(self, field: str, value: Any, expected: str, remedy: str = "") -> None:
-        RandKVConfigError.__init__(self, field, value, expected, remedy)
+    def __init__(
+        self,
+        field: str,
+        value: Any,
+        expected: str,
+        remedy: str = "",
+        reason: RefusalReason = "not_allowed",
+    ) -> None:
+        RandKVConfigError.__init__(self, field, value, expected, remedy, reason)
         self.parameter = field
 
     def __str__(self) -> str:
@@ -61,7 +68,9 @@ def resolve(policy: EnginePolicy | None, request: EngineCoreRequest, resumable: 
             ),
         )
     except RandKVConfigError as error:
-        raise RequestPolicyError(error.field, error.value, error.expected, error.remedy) from None
+        raise RequestPolicyError(
+            error.field, error.value, error.expected, error.remedy, error.reason
+        ) from None
     if resumable and resolved.config is not None:
         raise RequestPolicyError(
             FIELD,

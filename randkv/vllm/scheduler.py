@@ -10,6 +10,7 @@ block that one round freed may be the target of a later round's copy on write.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -18,6 +19,7 @@ from vllm.v1.request import Request
 from randkv.config import RandKVConfig, RequestPolicy
 from randkv.planner import BlockCopy, RoundPlan, is_due, next_due
 from randkv.selection import stream_key
+from randkv.stats import CompactionStats, FinishedRequest, PolicyStats
 from randkv.vllm.report import KVCacheReport
 
 
@@ -56,6 +58,10 @@ class RequestState:
         again = min(computed_tokens, self._lost.computed_tokens) - self.resumed_at
         return self._replayed_before + max(again, 0)
 
+    def is_replaying(self, computed_tokens: int) -> bool:
+        """Whether what the next token is computed from was there before a preemption."""
+        return computed_tokens < self._lost.computed_tokens
+
     def cache(self, computed_tokens: int) -> Cache:
         """The cache as it is, or as it was when lost, while it has not been replayed so far.
 
@@ -79,17 +85,25 @@ def _config_of(request: Request) -> RandKVConfig | None:
 
 
 class SchedulerPolicy:
-    """One per scheduler. Reads and changes the scheduler's own block pool and block lists."""
+    """One per scheduler. Reads and changes the scheduler's own block pool and block lists.
+
+    Attributes:
+        stats: Since they were last taken; for ever, in an engine that does not log stats.
+    """
 
     def __init__(self, kv_cache_manager: KVCacheManager) -> None:
         managers = kv_cache_manager.coordinator.single_type_managers
         assert len(managers) == 1, f"{len(managers)} KV cache groups"
         self._manager = managers[0]
+        config = kv_cache_manager.kv_cache_config
+        self._block_bytes = sum(t.size for t in config.kv_cache_tensors) // config.num_blocks
+        self._log_stats = kv_cache_manager.log_stats
+        self.stats = PolicyStats()
+        self._replaying: dict[str, Request] = {}
         self._pool = kv_cache_manager.block_pool
         self._block_size = self._manager.block_size
         self._max_model_len = kv_cache_manager.max_model_len
         self._planned: dict[str, RoundPlan] = {}
-        self.num_dropped_plans = 0
         kv_cache_manager.kv_cache_policy = self
 
     def cap_chunk(self, request: Request, computed_tokens: int, num_new_tokens: int) -> int:
@@ -175,6 +189,9 @@ class SchedulerPolicy:
             self._pool.free_blocks([source])
         hashed = {b.block_id for b in blocks[first:num_blocks] if b.block_hash is not None}
         self._pool.evict_blocks(hashed)
+        self.stats.copied_blocks += len(copies)
+        self.stats.uncached_blocks += len(hashed)
+        self.stats.freed_blocks += len(blocks) - num_blocks
         tail = blocks[num_blocks:]
         del blocks[num_blocks:]
         self._pool.free_blocks(reversed(tail))
@@ -198,17 +215,77 @@ class SchedulerPolicy:
     def on_preempt(self, request: Request) -> None:
         """The request lost its blocks: drop a plan of this step and start over on resume."""
         if self._planned.pop(request.request_id, None) is not None:
-            self.num_dropped_plans += 1
+            self.stats.dropped_plans += 1
         if request.kv_cache_state is not None:
             request.kv_cache_state.forget_cache(request.num_computed_tokens)
+            self._replaying[request.request_id] = request
 
-    def take_rounds(self) -> list[RoundPlan] | None:
-        """The rounds of this step, in the order they were decided; None when there are none."""
+    def take_rounds(self, num_scheduled_tokens: Mapping[str, int]) -> list[RoundPlan] | None:
+        """The rounds of this step, in the order they were decided; None when there are none.
+
+        Args:
+            num_scheduled_tokens: Tokens of this step by request, not yet counted as computed.
+        """
+        for request_id in self._replaying.keys() & num_scheduled_tokens.keys():
+            self._count_replay(request_id, num_scheduled_tokens[request_id])
         if not self._planned:
             return None
         rounds = list(self._planned.values())
         self._planned.clear()
+        self.stats.rounds += len(rounds)
         return rounds
+
+    def _count_replay(self, request_id: str, num_tokens: int) -> None:
+        request = self._replaying[request_id]
+        state, computed = request.kv_cache_state, request.num_computed_tokens
+        before = state.replayed_tokens(computed)
+        self.stats.replayed_tokens += state.replayed_tokens(computed + num_tokens) - before
+        if request_id in self._planned and state.is_replaying(computed):
+            self.stats.rounds -= 1
+            self.stats.replayed_rounds += 1
+        if not state.is_replaying(computed + num_tokens):
+            del self._replaying[request_id]
+
+    def on_finish(self, request: Request) -> None:
+        """The request leaves the scheduler, for whatever reason."""
+        self._replaying.pop(request.request_id, None)
+        state = request.kv_cache_state
+        if state is None or not self._log_stats:
+            return
+        cache = state.cache(request.num_computed_tokens)
+        computed = self._tokens_in_cache(request, cache)
+        if computed:
+            self.stats.finished.append(
+                FinishedRequest(state.policy.type, computed, computed - cache.evicted_tokens)
+            )
+
+    @staticmethod
+    def _tokens_in_cache(request: Request, cache: Cache) -> int:
+        """The last sampled token is not in the cache; one scheduled beyond it is not counted."""
+        return min(cache.computed_tokens, int(request.num_tokens) - 1)
+
+    def add_compaction(self, compaction: CompactionStats | None) -> None:
+        """Take in what the worker counted."""
+        if compaction is not None and self._log_stats:
+            total = self.stats.compaction
+            total.evicted_pairs += compaction.evicted_pairs
+            total.copied_pairs += compaction.copied_pairs
+            total.seconds += compaction.seconds
+
+    def take_stats(self, running: Iterable[Request]) -> dict[str, Any]:
+        """`PolicyStats` since the last time, as a dict: it travels to the front end."""
+        stats, self.stats = self.stats, PolicyStats()
+        saved_blocks = 0
+        for request in running:
+            state = request.kv_cache_state
+            if state is None:
+                continue
+            stats.running[state.policy.type] = stats.running.get(state.policy.type, 0) + 1
+            if state.evicted_tokens:
+                dense = -(-request.num_computed_tokens // self._block_size)
+                saved_blocks += dense - len(self._manager.req_to_blocks[request.request_id])
+        stats.saved_kv_bytes = max(saved_blocks, 0) * self._block_bytes
+        return asdict(stats)
 
     def report(self, request: Request, finished: bool) -> KVCacheReport | None:
         """What to send with this step's output.
@@ -227,8 +304,7 @@ class SchedulerPolicy:
             return None
         state.reported = news
         config = state.config
-        # The last sampled token is not in the cache; one scheduled beyond it is not counted.
-        computed = min(cache.computed_tokens, request.num_tokens - 1)
+        computed = self._tokens_in_cache(request, cache)
         return {
             "policy": state.policy.type,
             "budget": config.budget if config else None,
@@ -238,6 +314,7 @@ class SchedulerPolicy:
             "rounds": cache.rounds,
             "evicted_tokens": cache.evicted_tokens,
             "physical_tokens": computed - cache.evicted_tokens,
+            "long_prompt": state.policy.long_prompt,
             "replayed_tokens": state.replayed_tokens(request.num_computed_tokens),
             "preemptions": request.num_preemptions,
         }

@@ -21,6 +21,7 @@ from randkv.compactor.pytorch import PyTorchCompactor
 from randkv.errors import RandKVLayoutError
 from randkv.kv_layout import KVLayout, WriteTokens, derived_layout, strided_layout
 from randkv.planner import RoundPlan
+from randkv.stats import CompactionStats
 from randkv.vllm.support import refuse_unsupported_layers
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class WorkerPolicy:
         self.num_rounds = 0
         self.pairs = PairCounts(0, 0)
         self.seconds = 0.0
+        self._untold: CompactionStats | None = None
 
     def bind(self, runner: GPUModelRunner) -> None:
         """Called once the KV cache exists: check its layout and make the compactor.
@@ -88,8 +90,8 @@ class WorkerPolicy:
             self._evicted_tokens.pop(request_id, None)
         if not scheduler_output.kv_cache_rounds:
             return
-        assert self._compactor is not None
         start = time.perf_counter()
+        before = self.pairs
         batch: list[tuple[RoundPlan, list[int]]] = []
         for plan in scheduler_output.kv_cache_rounds:
             block_ids = runner.requests[plan.request_id].block_ids[0]
@@ -106,8 +108,18 @@ class WorkerPolicy:
             evicted = self._evicted_tokens.get(plan.request_id, 0)
             self._evicted_tokens[plan.request_id] = evicted + plan.old_len - plan.new_len
         self._compact(batch)
+        seconds = time.perf_counter() - start
         self.num_rounds += len(scheduler_output.kv_cache_rounds)
-        self.seconds += time.perf_counter() - start
+        self.seconds += seconds
+        self._untold = stats = self._untold or CompactionStats()
+        stats.evicted_pairs += self.pairs.evicted - before.evicted
+        stats.copied_pairs += self.pairs.copied - before.copied
+        stats.seconds.append(seconds)
+
+    def take_stats(self) -> CompactionStats | None:
+        """What was done since the last time; None when nothing was."""
+        stats, self._untold = self._untold, None
+        return stats
 
     def _compact(self, batch: list[tuple[RoundPlan, list[int]]]) -> None:
         if batch:

@@ -101,7 +101,7 @@ def test_random_traffic_is_exact(tiny_model: Path, tiny_oracle: Oracle, seed: in
         assert not traffic.live, f"still there after 20,000 steps: {traffic.live}"
         running.scheduler.set_pause_state(PauseState.UNPAUSED)
         running.run()
-        dropped = running.scheduler.kv_cache_policy.num_dropped_plans
+        dropped = running.scheduler.kv_cache_policy.stats.dropped_plans
     assert len(outputs) > 60
     assert sum(out.kv_cache["preemptions"] for out in outputs) > 20
     assert sum(bool(plan.block_copies) for plan in watching.rounds) > 0

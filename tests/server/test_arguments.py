@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.__main__ import DEFAULT_MODEL, parse_arguments
+from server.options import DEFAULT_MODEL, parse_arguments
 
 
 def test_without_a_model_the_embedded_one_is_served_with_its_own_defaults() -> None:
