@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ SMOLLM2 = Path(__file__).parents[2] / "models" / "smollm2-135m-instruct"
 TINY_VOCABULARY = 512
 
 
-def make_tiny_model(directory: Path) -> Path:
+def make_tiny_model(directory: Path, vocab_size: int = TINY_VOCABULARY) -> Path:
     """Random weights: 2 layers, 4 query heads on 2 KV heads of size 32, 16,384 positions.
 
     Weights are wide enough that what a token attends to decides what comes next: a wrong
@@ -20,7 +21,7 @@ def make_tiny_model(directory: Path) -> Path:
     """
     torch.manual_seed(20)
     config = LlamaConfig(
-        vocab_size=TINY_VOCABULARY,
+        vocab_size=vocab_size,
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=2,
@@ -35,3 +36,11 @@ def make_tiny_model(directory: Path) -> Path:
     )
     LlamaForCausalLM(config).to(torch.float32).save_pretrained(directory)
     return directory
+
+
+def make_small_chat_model(directory: Path) -> Path:
+    """The tiny model with the vocabulary, tokenizer and chat template of SmolLM2."""
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (SMOLLM2 / file).is_file():
+            shutil.copy(SMOLLM2 / file, directory / file)
+    return make_tiny_model(directory, vocab_size=49152)

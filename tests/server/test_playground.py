@@ -287,7 +287,7 @@ def test_stop_ends_both_streams(page: Page) -> None:
 def test_nothing_is_cut_off(page: Page, width: int, tmp_path: Path) -> None:
     page.open(width)
     assert page.sideways_overflow <= 0
-    page.fill(prompt=PROMPT, max_tokens=MAX_TOKENS)
+    page.fill(prompt=PROMPT, max_tokens=40)
     page.run()
     page.wait(lambda: page.find("b-image").get_property("naturalWidth") > 0)
     assert page.sideways_overflow <= 0
