@@ -101,7 +101,9 @@ class Server:
 
     def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Reply:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return self.send("POST", path, data, {"Content-Type": "application/json", **(headers or {})})
+        return self.send(
+            "POST", path, data, {"Content-Type": "application/json", **(headers or {})}
+        )
 
     def chat(self, headers: Mapping[str, str] | None = None, **fields: Any) -> Reply:
         return self.post("/v1/chat/completions", chat(**fields), headers)

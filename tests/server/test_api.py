@@ -72,8 +72,7 @@ def test_a_stream_ends_with_the_report(server: Server, route: int) -> None:
     assert reply.status == 200
     assert reply.headers["content-type"].startswith("text/event-stream")
     reports = [
-        event.get("kv_cache") or event.get("response", {}).get("kv_cache")
-        for event in reply.events
+        event.get("kv_cache") or event.get("response", {}).get("kv_cache") for event in reply.events
     ]
     assert [report is not None for report in reports] == [False] * (len(reports) - 1) + [True]
     assert reports[-1].keys() == REPORT
@@ -172,12 +171,13 @@ def test_beam_search_is_a_400(server: Server) -> None:
 
 
 def test_samples_have_their_own_reports_and_the_sum(server: Server) -> None:
-    whole = server.chat(n=3, max_tokens=100, seed=1, ignore_eos=True)
+    whole = server.chat(n=3, max_tokens=150, seed=1, ignore_eos=True, temperature=1)
     stream = server.chat(
         n=3,
-        max_tokens=100,
+        max_tokens=150,
         seed=1,
         ignore_eos=True,
+        temperature=1,
         stream=True,
         stream_options={"include_usage": True},
     )

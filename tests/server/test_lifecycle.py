@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Behaviour under fire: clients that leave, signals, a dead engine, a killed server."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import http.client
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.server.process import Reply, Server, chat, is_alive, serve, wait_until
+
+LONG = {"max_tokens": 6000, "ignore_eos": True}
+
+
+def open_stream(server: Server, **fields: object) -> http.client.HTTPResponse:
+    """A stream of which the first bytes have come."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    body = json.dumps(chat(stream=True, **{**LONG, **fields}))
+    connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    assert answer.status == 200
+    assert answer.read1(20)
+    return answer
+
+
+def hang_up(server: Server, **fields: object) -> None:
+    """Ask, wait until the engine works on it, and go without an answer."""
+    body = json.dumps(chat(**{**LONG, **fields})).encode()
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"X-Request-Id: hang-up\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(head.encode() + body)
+        wait_until(lambda: server.running() > 0, 20, "the request runs")
+
+
+def test_a_client_that_leaves_a_stream_frees_the_engine_within_a_second(server: Server) -> None:
+    answer = open_stream(server)
+    wait_until(lambda: server.running() == 1, 20, "the request runs")
+    answer.close()
+    assert wait_until(lambda: server.running() == 0, 5, "no request runs") < 1
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 3, "temperature": 1}], ids=["one", "three"])
+def test_a_client_that_does_not_wait_for_its_answer_does_too(
+    server: Server, fields: dict[str, object]
+) -> None:
+    aborted = server.metrics().total("randkv_requests_total", outcome="abort")
+    hang_up(server, **fields)
+    assert wait_until(lambda: server.running() == 0, 5, "no request runs") < 1
+    assert server.logged("hang-up")["outcome"] == "abort"
+    after = server.metrics()
+    assert after.total("randkv_requests_total", outcome="abort") == aborted + 1
+    assert after.total("randkv_running_requests") == 0
+
+
+def test_a_client_that_leaves_before_its_body_is_read_changes_nothing(server: Server) -> None:
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        "Content-Length: 1000\r\n\r\n{"
+    )
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(head.encode())
+        time.sleep(0.1)
+    assert server.chat().status == 200
+
+
+def test_sigterm_drains_refuses_new_requests_and_exits_with_0(
+    small_model: list[str], tmp_path: Path
+) -> None:
+    with serve(tmp_path, *small_model) as server:
+        pids = server.engine_pids()
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            running = pool.submit(server.chat, max_tokens=1500, ignore_eos=True)
+            wait_until(lambda: server.running() == 1, 20, "the request runs")
+            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: server.get("/ready").status == 503, 2, "not ready")
+            refused = server.chat()
+            assert server.get("/live").status == 200
+            answered: Reply = running.result()
+        assert refused.status == 503
+        assert int(refused.headers["retry-after"]) > 0
+        assert answered.status == 200
+        assert answered.json["usage"]["completion_tokens"] == 1500
+        assert server.process.wait(timeout=60) == 0
+        wait_until(lambda: not any(map(is_alive, pids)), 10, "no engine process is left")
+
+
+def test_what_does_not_end_in_time_is_cut_off(small_model: list[str], tmp_path: Path) -> None:
+    with serve(tmp_path, *small_model, "--shutdown-timeout", "1") as server:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            running = pool.submit(server.chat, n=16, temperature=1, **LONG)
+            wait_until(lambda: server.running() > 0, 20, "the request runs")
+            server.process.send_signal(signal.SIGTERM)
+            assert running.result().status == 503
+        assert server.process.wait(timeout=60) == 0
+
+
+def test_a_dead_engine_fails_readiness_and_ends_the_server_with_an_error(
+    small_model: list[str], tmp_path: Path
+) -> None:
+    with serve(tmp_path, *small_model, "--kv-cache-policy", "dense") as server:
+        assert server.get("/ready").status == server.get("/health").status == 200
+        stream = open_stream(server)
+        began = time.monotonic()
+        for pid in server.engine_pids():
+            if "EngineCore" in Path(f"/proc/{pid}/cmdline").read_text():
+                os.kill(pid, signal.SIGKILL)
+
+        def fails(path: str) -> bool:
+            try:
+                return server.get(path).status == 503
+            except OSError:  # it has ended already
+                return True
+
+        wait_until(lambda: fails("/health") and fails("/ready"), 5, "health fails")
+        assert b'"error"' in stream.read()  # the open stream is told, not left hanging
+        assert server.process.wait(timeout=30) not in (0, None)
+        assert time.monotonic() - began < 30
+
+
+def test_a_killed_server_leaves_no_engine_behind(small_model: list[str], tmp_path: Path) -> None:
+    with serve(tmp_path, *small_model) as server:
+        pids = server.engine_pids()
+        names = [Path(f"/proc/{pid}/cmdline").read_text() for pid in pids]
+        assert any("EngineCore" in name for name in names)
+        server.process.kill()
+        server.process.wait()
+        wait_until(lambda: not any(map(is_alive, pids)), 10, "no engine process is left")
