@@ -27,9 +27,10 @@ format: setup ## Format the code
 	@.venv/bin/ruff format .
 	@.venv/bin/ruff check --fix .
 
-bench: setup ## Measure the share of compaction, and what the patch costs when off
+bench: setup ## Measure the share of compaction, and what patch and front end cost
 	@$(python) -m benchmarks.compaction
 	@$(python) -m benchmarks.policy_off
+	@$(python) -m benchmarks.front_end
 
 clean: ## Remove .venv/ and models/
 	rm -rf .venv models build

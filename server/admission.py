@@ -17,6 +17,13 @@ from server.refusal import Refusal
 FIELD = "kv_cache_policy"
 HEADER = "x-kv-cache-policy"
 MAX_NESTING = 64
+_DRAINED = 4
+"""Times the limit that is read of a body, and dropped: who is cut off while sending sees no 413."""
+MAX_CONSTRAINT_BYTES = 64 * 2**10
+"""Of a schema, regular expression, grammar or list of choices. The engine compiles these one after
+another, for as long as it takes, and a megabyte takes more than a minute."""
+_INTEGERS = ("n", "best_of", "max_tokens", "max_completion_tokens", "max_output_tokens")
+_CONSTRAINTS = ("response_format", "structured_outputs", "text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +52,24 @@ async def read_body(receive: Receive, headers: dict[str, str], limits: BodyLimit
     if headers.get("content-encoding", "identity").lower() != "identity":
         raise Refusal(415, "Content-Encoding: expected none; send the body as it is", "malformed")
     length = headers.get("content-length", "0")
-    if length.isdecimal() and int(length) > limits.max_body_bytes:
+    if length.isdecimal() and int(length) > _DRAINED * limits.max_body_bytes:
         raise _too_large(length, limits)
     parts: list[bytes] = []
-    size = 0
-    while True:
+    size, is_last = 0, False
+    while not is_last:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ConnectionAbortedError
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > limits.max_body_bytes:
-            raise _too_large(f"more than {limits.max_body_bytes}", limits)
-        if not message.get("more_body", False):
-            return b"".join(parts)
+        part = message.get("body", b"")
+        size += len(part)
+        if size <= limits.max_body_bytes:
+            parts.append(part)
+        elif size > _DRAINED * limits.max_body_bytes:
+            break
+        is_last = not message.get("more_body", False)
+    if size > limits.max_body_bytes:
+        raise _too_large(str(size) if is_last else f"more than {size}", limits)
+    return b"".join(parts)
 
 
 def _too_large(size: str, limits: BodyLimits) -> Refusal:
@@ -114,6 +125,69 @@ def _check_nesting(value: Any) -> None:
             for child in (parent.values() if isinstance(parent, dict) else parent)
             if isinstance(child, dict | list)
         ]
+
+
+def check_shapes(body: dict[str, Any]) -> None:
+    """What vLLM itself does not survive, or answers with 500.
+
+    Other wrong types are left to vLLM's own validation.
+
+    Raises:
+        Refusal: Names the field.
+    """
+    for name, value in body.items():
+        if name != FIELD:  # checked on its own
+            _check_numbers(name, value)
+    for name in _INTEGERS:  # vLLM takes "7" and 7.0 too, past the limits below
+        if body.get(name) is not None and not _is_int(body[name]):
+            raise _malformed(name, body[name], "an integer")
+    constraint = body.get("structured_outputs")
+    if constraint is not None and not isinstance(constraint, dict):
+        raise _malformed("structured_outputs", constraint, "an object")
+    for name in _CONSTRAINTS:
+        size = len(json.dumps(body[name])) if name in body else 0
+        if size > MAX_CONSTRAINT_BYTES:
+            raise _beyond(name, f"{size} bytes", MAX_CONSTRAINT_BYTES)
+    if isinstance(constraint, dict):
+        _check_text("structured_outputs.json", constraint.get("json"))
+    is_named = isinstance(body.get("tool_choice"), dict)
+    for tool in _dicts(body.get("tools")) if is_named and "messages" in body else ():
+        if not isinstance(tool.get("function"), dict) or "name" not in tool["function"]:
+            raise _malformed("tools", tool, "functions that have a name")
+    for item in _dicts(body.get("input")):
+        if item.get("type") == "item_reference":
+            raise _malformed("input", item, "the items themselves instead of references")
+    for message in _dicts(body.get("messages")):
+        for call in _dicts(message.get("tool_calls")):
+            for function in _dicts([call.get("function")]):
+                _check_text("messages", function.get("arguments"))
+
+
+def _check_numbers(param: str, value: Any) -> None:
+    if isinstance(value, dict | list):
+        for child in value.values() if isinstance(value, dict) else value:
+            _check_numbers(param, child)
+    elif isinstance(value, int | float) and not -(2**63) <= value < 2**64:
+        raise _malformed(param, value, "numbers that 64 bits can hold")
+
+
+def _check_text(param: str, value: Any) -> None:
+    """`value`, if it is JSON text, is not nested too deeply for Python."""
+    try:
+        json.loads(value)
+    except RecursionError:
+        raise _malformed(param, value, f"JSON nested at most {MAX_NESTING} deep") from None
+    except (TypeError, ValueError):
+        pass
+
+
+def _dicts(value: Any) -> list[dict[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def _malformed(param: str, value: Any, expected: str) -> Refusal:
+    message = f"{param} has value {str(value)[:200]!r}: expected {expected}"
+    return Refusal(400, message, "malformed", param)
 
 
 def check_sizes(body: dict[str, Any], limits: BodyLimits) -> bool:

@@ -13,6 +13,7 @@ from server.record import RequestRecord
 from server.refusal import bounded
 
 _ERROR_EVENT = b'data: {"error":'
+_EARLY_EVENTS = (b"event: response.created\n", b"event: response.in_progress\n")
 _LAST_RESPONSE_EVENTS = ("response.completed", "response.incomplete", "response.failed")
 
 
@@ -22,7 +23,8 @@ class Answer:
     Adds ``X-Request-Id`` to every answer and ``kv_cache`` to those of generation: to the object
     of a whole answer, to the last usage chunk of a stream, to the ``response`` of a Responses
     stream's last event. A stream whose first event is an error becomes that error, with its
-    status; error messages are bounded. Everything else passes as it is, event by event.
+    status; what a Responses stream says before the engine has taken the request is held back for
+    that. Error messages are bounded. Everything else passes as it is, event by event.
 
     Attributes:
         is_begun: Something was sent, so that the status can no longer change.
@@ -33,6 +35,7 @@ class Answer:
         self._record = record
         self._start: Message | None = None  # held back until the first of the body is seen
         self._is_stream = False
+        self._early = b""
         self._parts: list[bytes] | None = None  # of an answer that is seen as a whole
         self.is_begun = False
 
@@ -89,11 +92,11 @@ class Answer:
             if self._start is not None:
                 await self._become_error(chunk)
                 return
-        if self._start is None or chunk:
-            message = {**message, "body": self._with_report_in_stream(chunk)}
-            await self._pass(message)
-        elif not message.get("more_body", False):
-            await self._pass(message)
+        if self._start is not None and chunk.startswith(_EARLY_EVENTS):
+            self._early += chunk
+        elif self._start is None or chunk or not message.get("more_body", False):
+            body, self._early = self._early + self._with_report_in_stream(chunk), b""
+            await self._pass({**message, "body": body})
 
     async def _become_error(self, event: bytes) -> None:
         """Nothing was sent: the stream's first event is an error, so it is the answer."""

@@ -13,8 +13,17 @@ import re
 import uuid
 
 from starlette.types import ASGIApp, Receive, Scope, Send
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
-from server.admission import HEADER, check_sizes, parse_json, read_body, replayed, take_override
+from server.admission import (
+    HEADER,
+    check_shapes,
+    check_sizes,
+    parse_json,
+    read_body,
+    replayed,
+    take_override,
+)
 from server.answer import Answer
 from server.record import RequestRecord, current, write_line
 from server.refusal import Refusal
@@ -95,6 +104,13 @@ class FrontEnd:
             record.had_error = True
             if not answer.is_begun:
                 await _answer_refusal(service.too_late(), answer)
+        except Exception as error:  # out of a stream: vLLM's own handlers take the others
+            if answer.is_begun:
+                raise
+            found = create_error_response(_cause(error)).error
+            await _answer_refusal(Refusal(found.code, found.message, "", found.param), answer)
+            if found.code >= 500:
+                raise
         finally:
             service.release(record)
             if record.is_generation and record.status != 401:
@@ -107,6 +123,7 @@ class FrontEnd:
     ) -> Receive:
         raw = await read_body(receive, headers, service.limits)
         body = parse_json(raw, headers.get("content-type", ""))
+        check_shapes(body)
         is_changed = check_sizes(body, service.limits)
         if service.policy is not None:
             record.asked_policy, is_moved = take_override(body, headers.get(HEADER), service.policy)
@@ -158,6 +175,11 @@ def _check_access(service: Service, scope: Scope, path: str, headers: dict[str, 
         if _RESPONSE_ROUTE.fullmatch(path):
             return
         raise Refusal(404, f"{path[:200]} is not served here", "route")
+
+
+def _cause(error: Exception) -> Exception:
+    """`error`, or what it was when Starlette found that the answer had been started."""
+    return error.__cause__ if isinstance(error.__cause__, Exception) else error
 
 
 async def _answer_refusal(refusal: Refusal, answer: Answer) -> None:

@@ -56,6 +56,10 @@ def parse_arguments(arguments: list[str]) -> Namespace:
     if parsed.metrics_port is not None and (parsed.metrics_port == parsed.port):
         parser.error(f"--metrics-port has value {parsed.metrics_port}: --port has the same")
     validate_parsed_serve_args(parsed)
+    # With "auto" the first structured request chooses the back end of the whole engine: what only
+    # another one supports then fails in the engine, or comes out unconstrained.
+    if parsed.structured_outputs_config.backend == "auto":
+        parsed.structured_outputs_config.backend = "xgrammar"
     # vLLM's own check guards only some paths; keys are the front end's affair.
     parsed.front_end_keys, parsed.api_key = parsed.api_key or [], None
     # The last middleware is the outermost.

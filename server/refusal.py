@@ -15,6 +15,7 @@ _TYPES = {
     415: "UnsupportedMediaTypeError",
     429: "RateLimitError",
     431: "RequestTooLargeError",
+    500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
 MAX_MESSAGE_LEN = 2000

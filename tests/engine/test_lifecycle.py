@@ -96,9 +96,12 @@ def share_generated_blocks(running: Engine, prompts: Prompts, writer_prompt: int
 def test_copy_on_write_when_a_generated_block_is_shared(
     any_engine: Engine, watcher: Watcher, tiny_oracle: Oracle, prompts: Prompts
 ) -> None:
+    stats = any_engine.scheduler.kv_cache_policy.stats
+    copied = stats.copied_blocks
     share_generated_blocks(any_engine, prompts, 18)
     outputs = any_engine.run()
     assert [len(p.block_copies) for p in watcher.rounds if p.block_copies] == [2]
+    assert stats.copied_blocks == copied + 2
     assert_all_exact(tiny_oracle, outputs.values())
 
 

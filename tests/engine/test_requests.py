@@ -96,6 +96,7 @@ def test_the_report_is_what_the_engine_did(bounded: Engine, prompts: Prompts) ->
         "physical_tokens": computed - sum(r.evicted_positions.shape[2] for r in expected),
         "replayed_tokens": 0,
         "preemptions": 0,
+        "long_prompt": False,
     }
     assert worker.num_rounds - rounds == len(expected)
     assert worker.pairs.evicted - evicted == 4 * report["evicted_tokens"]

@@ -23,6 +23,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
+from tests.server.process import Server
+
 CHROMIUM = Path("/usr/bin/chromium")
 CHROMEDRIVER = Path("/usr/bin/chromedriver")
 ARGUMENTS = ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-sync")
@@ -120,9 +122,9 @@ class Page:
 
 
 @pytest.fixture
-def page(browser: webdriver.Chrome, server: Any) -> Iterator[Page]:
+def page(browser: webdriver.Chrome, default_server: Server) -> Iterator[Page]:
     """An open playground. Whatever a test does with it, it asks no other host and logs no error."""
-    page = Page(browser, server.url)
+    page = Page(browser, default_server.url)
     browser.get_log("browser")
     page.open()
     yield page
@@ -150,8 +152,8 @@ def report_of(url: str, policy: dict[str, Any], prompt: str = PROMPT) -> tuple[A
     return answer["usage"], answer["kv_cache"]
 
 
-def test_the_page_may_load_nothing_from_elsewhere(server: Any) -> None:
-    with urllib.request.urlopen(f"{server.url}/", timeout=30) as response:
+def test_the_page_may_load_nothing_from_elsewhere(default_server: Server) -> None:
+    with urllib.request.urlopen(f"{default_server.url}/", timeout=30) as response:
         policy = response.headers["Content-Security-Policy"]
         kind = response.headers["Content-Type"]
     assert kind.startswith("text/html")
@@ -160,8 +162,8 @@ def test_the_page_may_load_nothing_from_elsewhere(server: Any) -> None:
     assert "http" not in policy
 
 
-def test_it_says_what_it_talks_to(page: Page, server: Any) -> None:
-    with urllib.request.urlopen(f"{server.url}/v1/kv_cache/policy", timeout=30) as response:
+def test_it_says_what_it_talks_to(page: Page, default_server: Server) -> None:
+    with urllib.request.urlopen(f"{default_server.url}/v1/kv_cache/policy", timeout=30) as response:
         policy = json.load(response)
     facts = page.text("facts")
     assert "smollm2-135m-instruct" in facts
@@ -173,7 +175,9 @@ def test_it_says_what_it_talks_to(page: Page, server: Any) -> None:
     assert page.find("b-buffer").get_property("value") == str(BUFFER)
 
 
-def test_two_answers_stream_and_show_what_the_server_reports(page: Page, server: Any) -> None:
+def test_two_answers_stream_and_show_what_the_server_reports(
+    page: Page, default_server: Server
+) -> None:
     page.fill(prompt=PROMPT, max_tokens=MAX_TOKENS)
     page.find("run").click()
     for pane in "ab":
@@ -188,7 +192,7 @@ def test_two_answers_stream_and_show_what_the_server_reports(page: Page, server:
         "b": {"type": "randkv", "budget": BUDGET, "buffer_size": BUFFER},
     }
     for pane, policy in policies.items():
-        usage, report = report_of(server.url, policy)
+        usage, report = report_of(default_server.url, policy)
         assert len(page.text(f"{pane}-content")) > 200
         assert page.text(f"{pane}-source") == "reported by the server"
         assert page.figure(f"{pane}-completion") == usage["completion_tokens"] == MAX_TOKENS
@@ -208,7 +212,7 @@ def test_two_answers_stream_and_show_what_the_server_reports(page: Page, server:
     assert bar / track == pytest.approx(held, abs=0.01)
 
 
-def test_the_retention_map_of_each_layer_is_shown(page: Page, server: Any) -> None:
+def test_the_retention_map_of_each_layer_is_shown(page: Page, default_server: Server) -> None:
     page.fill(prompt=PROMPT, max_tokens=MAX_TOKENS)
     page.run()
     image = page.find("b-image")
@@ -225,7 +229,7 @@ def test_the_retention_map_of_each_layer_is_shown(page: Page, server: Any) -> No
     link = page.find("b-json").get_property("href")
     query = {name: values[0] for name, values in parse_qs(urlsplit(str(link)).query).items()}
     usage, report = report_of(
-        server.url, {"type": "randkv", "budget": BUDGET, "buffer_size": BUFFER}
+        default_server.url, {"type": "randkv", "budget": BUDGET, "buffer_size": BUFFER}
     )
     assert query == {
         "request_key": report["request_key"],
@@ -241,11 +245,13 @@ def test_the_retention_map_of_each_layer_is_shown(page: Page, server: Any) -> No
         json.load(response)
 
 
-def test_a_refusal_is_shown_in_the_server_s_words(page: Page, server: Any) -> None:
+def test_a_refusal_is_shown_in_the_server_s_words(page: Page, default_server: Server) -> None:
     page.expected = ("status of 400",)
     prompt = "Say <b>yes</b>. " + "The keeper of the lighthouse counted every wave. " * 20
     with pytest.raises(urllib.error.HTTPError) as refused:
-        report_of(server.url, {"type": "randkv", "budget": BUDGET, "buffer_size": BUFFER}, prompt)
+        report_of(
+            default_server.url, {"type": "randkv", "budget": BUDGET, "buffer_size": BUFFER}, prompt
+        )
     assert refused.value.code == 400
     message = json.load(refused.value)["error"]["message"]
     page.fill(prompt=prompt, max_tokens=8)

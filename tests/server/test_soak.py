@@ -38,11 +38,11 @@ def crowded(small_model: list[str], tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def resident_bytes(server: Server) -> int:
-    """Of the server and everything below it; shared pages in proportion."""
+    """Memory of their own, no files, that the server and everything below it hold."""
     total = 0
     for pid in (server.process.pid, *server.engine_pids()):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
+            if line.startswith("Pss_Anon:"):
                 total += int(line.split()[1]) * 1024
     return total
 
@@ -145,8 +145,9 @@ def test_nothing_leaks_when_clients_leave_at_any_moment(crowded: Server) -> None
             body["kv_cache_policy"] = {"type": "randkv", "budget": 3}
             assert (await client.post("/v1/chat/completions", json=body)).status_code == 400
         elif kind == "leaves":
+            patience = httpx.Timeout(300, read=dice.random())
             try:
-                await client.post("/v1/chat/completions", json=body, timeout=dice.random())
+                await client.post("/v1/chat/completions", json=body, timeout=patience)
             except httpx.ReadTimeout:
                 return kind
             return "stays"
@@ -157,7 +158,7 @@ def test_nothing_leaks_when_clients_leave_at_any_moment(crowded: Server) -> None
                 assert answer.status_code == 200
                 seen = 0
                 async for line in answer.aiter_lines():
-                    assert '"error"' not in line
+                    assert not line.startswith('data: {"error"')
                     if line == "data: [DONE]":
                         return "stays"
                     seen += 1
