@@ -193,7 +193,7 @@ def _malformed(param: str, value: Any, expected: str) -> Refusal:
 def check_sizes(body: dict[str, Any], limits: BodyLimits) -> bool:
     """Hold the request to the operator's limits. Whether `body` was changed.
 
-    What has the wrong type is left to vLLM's own validation.
+    What has the wrong type is left to `check_shapes` and to vLLM's own validation.
 
     Raises:
         Refusal: Names the field.

@@ -123,8 +123,8 @@ class FrontEnd:
     ) -> Receive:
         raw = await read_body(receive, headers, service.limits)
         body = parse_json(raw, headers.get("content-type", ""))
-        check_shapes(body)
         is_changed = check_sizes(body, service.limits)
+        check_shapes(body)
         if service.policy is not None:
             record.asked_policy, is_moved = take_override(body, headers.get(HEADER), service.policy)
             is_changed |= is_moved

@@ -78,9 +78,10 @@ class RequestRecord:
     def outcome(self) -> str:
         if self.was_refused:
             return "refused"
-        if self.had_error or (self.status or 500) >= 500 or "error" in self.finish_reasons:
+        status = self.status or 0  # none: the client left before there was one
+        if self.had_error or status >= 500 or "error" in self.finish_reasons:
             return "error"
-        if (self.status or 0) >= 400:
+        if status >= 400:
             return "refused"
         if self.open_samples or not self.is_answered or "abort" in self.finish_reasons:
             return "abort"
