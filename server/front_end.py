@@ -15,34 +15,28 @@ import uuid
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
-from server.admission import (
-    HEADER,
-    check_shapes,
-    check_sizes,
-    parse_json,
-    read_body,
-    replayed,
-    take_override,
-)
 from server.answer import Answer
+from server.body import parse_json, read_body, replayed
+from server.override import HEADER, take_override
 from server.record import RequestRecord, current, write_line
 from server.refusal import Refusal
+from server.request_limits import check_shapes, check_sizes
 from server.service import Service
 
 GENERATION = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+TOKENIZATION = frozenset({"/tokenize", "/detokenize"})
 LIVENESS = "/live"
 READINESS = frozenset({"/ready", "/health"})
 METRICS = "/metrics"
 ROUTES = frozenset(
     {
         *GENERATION,
+        *TOKENIZATION,
         LIVENESS,
         *READINESS,
         METRICS,
         "/",
         "/openapi.json",
-        "/tokenize",
-        "/detokenize",
         "/v1/kv_cache/policy",
         "/v1/kv_cache/retention",
         "/v1/models",
@@ -73,8 +67,9 @@ class FrontEnd:
             await send({"type": "websocket.close", "code": 1008, "reason": "not served here"})
 
     async def _serve(self, service: Service, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
-        text = {name: value.decode("latin-1") for name, value in headers.items()}
+        headers = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+        }
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         record = RequestRecord(
             request_id=uuid.uuid4().hex,
@@ -85,11 +80,16 @@ class FrontEnd:
         )
         answer = Answer(send, record)
         try:
-            _take_request_id(record, text)
-            _check_access(service, scope, path, text)
+            _take_request_id(record, headers)
+            _check_access(service, scope, path, headers)
             if record.is_generation:
                 service.admit(record)
-                receive = await self._take_body(service, record, text, receive)
+                receive = await self._take_body(service, record, headers, receive)
+            elif scope["method"] not in ("GET", "HEAD", "OPTIONS"):
+                body = await read_body(receive, headers, service.max_body_bytes)
+                if path in TOKENIZATION:
+                    parse_json(body, headers.get("content-type", ""))
+                receive = replayed(body, receive)
             current.set(record)
             await self._app(_with_request_id(scope, record), receive, answer)
         except Refusal as refusal:
@@ -121,7 +121,7 @@ class FrontEnd:
     async def _take_body(
         self, service: Service, record: RequestRecord, headers: dict[str, str], receive: Receive
     ) -> Receive:
-        raw = await read_body(receive, headers, service.limits)
+        raw = await read_body(receive, headers, service.max_body_bytes)
         body = parse_json(raw, headers.get("content-type", ""))
         is_changed = check_sizes(body, service.limits)
         check_shapes(body)

@@ -11,6 +11,7 @@ from randkv.errors import RandKVConfigError, RefusalReason
 _TYPES = {
     401: "AuthenticationError",
     404: "NotFoundError",
+    408: "RequestTimeoutError",
     413: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError",
     429: "RateLimitError",

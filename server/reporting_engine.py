@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from copy import copy
 from typing import Any
 
 from vllm.engine.protocol import EngineClient
@@ -15,10 +14,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from server.record import RequestRecord, current
-
-# Room that vLLM's GPU workers have for one request; some of the stop tokens are the model's own.
-_MOST = {"logit_bias": 1024, "allowed_token_ids": 1024, "stop_token_ids": 120}
-_MOST_BAD_WORDS_TOKENS = 1024
+from server.sampling_limits import check_sampling
 
 
 class ReportingEngine:
@@ -36,7 +32,7 @@ class ReportingEngine:
     def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        self._check(prompt, sampling_params)
+        check_sampling(prompt, sampling_params, self._client)
         outputs = self._client.generate(prompt, sampling_params, request_id, **options)
         record = current.get()
         if record is None:
@@ -44,34 +40,6 @@ class ReportingEngine:
         is_delta = sampling_params.output_kind == RequestOutputKind.DELTA
         is_constrained = sampling_params.structured_outputs is not None
         return _noted(record, outputs, request_id, is_delta, is_constrained)
-
-    def _check(self, prompt: Any, params: SamplingParams) -> None:
-        config = self._client.model_config
-        vocab_size = config.get_vocab_size()
-        given = {"stop_token_ids": params.stop_token_ids}
-        if isinstance(prompt, Mapping) and not config.is_multimodal_model:
-            given["prompt"] = prompt.get("prompt_token_ids")
-        for name, ids in given.items():
-            if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-                found = min(ids) if min(ids) < 0 else max(ids)
-                raise _invalid(name, f"token id {found}", f"0 to {vocab_size - 1}")
-        for name, most in _MOST.items():
-            num_given = len(getattr(params, name) or ())
-            if num_given > most:
-                raise _invalid(name, f"{num_given} tokens", f"at most {most}")
-        if not params.bad_words:
-            return
-        if not all(word.strip() for word in params.bad_words):
-            raise _invalid("bad_words", "an empty word", "words")
-        tokenized = copy(params)
-        tokenized.update_from_tokenizer(self._client.get_tokenizer())
-        num_tokens = sum(len(ids) for ids in tokenized.bad_words_token_ids or ())
-        if num_tokens > _MOST_BAD_WORDS_TOKENS:
-            raise _invalid("bad_words", f"{num_tokens} tokens", f"at most {_MOST_BAD_WORDS_TOKENS}")
-
-
-def _invalid(param: str, found: str, expected: str) -> VLLMValidationError:
-    return VLLMValidationError(f"{param} has {found}: expected {expected}", parameter=param)
 
 
 async def _noted(

@@ -23,12 +23,12 @@ from randkv.errors import RandKVError
 from randkv.metrics import Metrics
 from randkv.vllm.hooks import engine_policy
 from randkv.vllm.stat_logger import PolicyStatLogger
-from server.admission import BodyLimits
 from server.api_keys import ApiKeys
 from server.metrics_port import MetricsPort
 from server.record import RequestRecord
 from server.refusal import Refusal
 from server.reporting_engine import ReportingEngine
+from server.request_limits import RequestLimits
 
 logger = logging.getLogger("vllm.randkv.server")
 
@@ -59,7 +59,8 @@ class Service:
         self.engine_client = app.state.engine_client
         vllm_config = self.engine_client.vllm_config
         self.policy: EnginePolicy | None = engine_policy(vllm_config)
-        self.limits = BodyLimits.of(args)
+        self.limits = RequestLimits.of(args)
+        self.max_body_bytes: int = args.max_body_bytes
         self.max_header_bytes: int = args.max_header_bytes
         self.more_routes = frozenset(args.allow_route)
         self.is_readiness_open: bool = args.open_readiness

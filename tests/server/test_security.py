@@ -213,6 +213,14 @@ def test_a_large_body_is_a_413_whether_announced_or_not(closed: Server) -> None:
     assert "at most 20000" in reply.error["message"]
 
 
+def test_other_bodies_are_bounded_and_checked_too(closed: Server) -> None:
+    assert closed.post("/tokenize", {"prompt": "a" * 30000}, BEARER).status == 413
+    nested = b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}"
+    for path in ("/tokenize", "/detokenize"):
+        assert closed.post(path, nested, BEARER).status == 400
+        assert closed.post(path, b"[1]", BEARER).status == 400
+
+
 def test_large_headers_are_a_431(closed: Server) -> None:
     reply = closed.send("GET", "/v1/models", headers={**BEARER, "X-Padding": "a" * 40000})
     assert reply.status == 431
