@@ -86,7 +86,7 @@ def drive(model: str, port: int, num_prompts: int, concurrency: int) -> dict[str
     arguments = [
         *("--backend", "openai", "--base-url", f"http://127.0.0.1:{port}", "--model", "m"),
         *("--tokenizer", model, "--dataset-name", "random", "--ignore-eos", "--disable-tqdm"),
-        *("--random-input-len", "32", "--random-output-len", "64", "--temperature", "0"),
+        *("--random-input-len", "32", "--random-output-len", "32", "--temperature", "0"),
         *("--num-prompts", str(num_prompts), "--max-concurrency", str(concurrency)),
         *("--ready-check-timeout-sec", "0", "--num-warmups", "0"),
     ]
@@ -108,8 +108,8 @@ def interval(values: list[float]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--pairs", type=int, default=40)
-    parser.add_argument("--num-prompts", type=int, default=48, help="requests of one run")
+    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--num-prompts", type=int, default=24, help="requests of one run")
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--model", help="directory; default: a small random model")
     parser.add_argument("--serve", nargs=2, type=int, help=argparse.SUPPRESS)
@@ -142,6 +142,7 @@ def main() -> int:
                     found[port] = drive(model, port, arguments.num_prompts, arguments.concurrency)
                     assert found[port]["failed"] == 0
                 own, ours = (found[port] for port in ports)
+                sys.stderr.write(f"pair {i + 1}\n")
                 ratios.append(ours["output_throughput"] / own["output_throughput"])
                 more.append(ours["median_ttft_ms"] - own["median_ttft_ms"])
         finally:
