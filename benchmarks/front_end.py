@@ -142,11 +142,11 @@ def main() -> int:
                     found[port] = drive(model, port, arguments.num_prompts, arguments.concurrency)
                     assert found[port]["failed"] == 0
                 own, ours = (found[port] for port in ports)
-                sys.stderr.write(f"pair {i + 1}\n")
+                sys.stderr.write(f"\rpair {i + 1}/{arguments.pairs}")
                 ratios.append(ours["output_throughput"] / own["output_throughput"])
                 more.append(ours["median_ttft_ms"] - own["median_ttft_ms"])
         finally:
-            server.terminate()
+            server.kill()  # its engine ends with it
             server.wait()
     sys.stdout.write(
         f"{arguments.pairs} pairs, {arguments.num_prompts} requests each, "
