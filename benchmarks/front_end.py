@@ -131,11 +131,12 @@ def main() -> int:
             # So that both apps have vLLM's HTTP metrics: a registry each.
             env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(multiprocess)},
         )
+        ratios: list[float] = []
+        more: list[float] = []
         try:
             for port in ports:
                 wait_for(port)
                 drive(model, port, arguments.num_prompts, arguments.concurrency)
-            ratios, more = [], []
             for i in range(arguments.pairs):
                 found = {}
                 for port in ports if i % 2 else reversed(ports):
@@ -145,11 +146,13 @@ def main() -> int:
                 sys.stderr.write(f"\rpair {i + 1}/{arguments.pairs}")
                 ratios.append(ours["output_throughput"] / own["output_throughput"])
                 more.append(ours["median_ttft_ms"] - own["median_ttft_ms"])
+        except KeyboardInterrupt:
+            sys.stderr.write("\ninterrupted: figures of the pairs so far\n")
         finally:
             server.kill()  # its engine ends with it
             server.wait()
     sys.stdout.write(
-        f"{arguments.pairs} pairs, {arguments.num_prompts} requests each, "
+        f"{len(more)} pairs, {arguments.num_prompts} requests each, "
         f"{arguments.concurrency} at a time, model {arguments.model or 'small, random'}\n"
         f"output tokens/s, front end over vLLM's own server: {interval(ratios)}\n"
         f"median time to first token, front end minus vLLM's own, ms: {interval(more)}\n"
