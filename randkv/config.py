@@ -19,11 +19,12 @@ LongPrompt = Literal["refuse", "dense"]
 _TYPES = ("dense", "randkv")
 
 
-def _integer(field: str, value: Any, low: int, high: int) -> int:
+def check_integer(field: str, value: Any, low: int, high: int, remedy: str = "") -> int:
+    """`value`, when it is an integer from `low` to `high`; RandKVConfigError otherwise."""
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     if not is_integer or not low <= value <= high:
         reason: RefusalReason = "out_of_range" if is_integer else "malformed"
-        raise RandKVConfigError(field, value, f"an integer from {low} to {high}", reason=reason)
+        raise RandKVConfigError(field, value, f"an integer from {low} to {high}", remedy, reason)
     return int(value)
 
 
@@ -99,9 +100,9 @@ class RandKVConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _integer("kv_cache_policy.budget", self.budget, 1, MAX_TOKENS)
-        _integer("kv_cache_policy.buffer_size", self.buffer_size, 0, MAX_TOKENS)
-        _integer("kv_cache_policy.seed", self.seed, 0, MAX_SEED)
+        check_integer("kv_cache_policy.budget", self.budget, 1, MAX_TOKENS)
+        check_integer("kv_cache_policy.buffer_size", self.buffer_size, 0, MAX_TOKENS)
+        check_integer("kv_cache_policy.seed", self.seed, 0, MAX_SEED)
 
     @classmethod
     def parse(cls, value: Any) -> RandKVConfig:
@@ -235,7 +236,7 @@ class PolicyLimits:
         if not isinstance(value, list | tuple) or len(value) != 2:
             raise RandKVConfigError(field, value, expected)
         first, last = (
-            _integer(f"{field}[{i}]", item, low, MAX_TOKENS) for i, item in enumerate(value)
+            check_integer(f"{field}[{i}]", item, low, MAX_TOKENS) for i, item in enumerate(value)
         )
         if first > last:
             raise RandKVConfigError(field, value, expected)
@@ -255,7 +256,7 @@ class PolicyLimits:
             return
         for name, limit in (("budget", self.budget), ("buffer_size", self.buffer_size)):
             if limit is not None:
-                _integer(f"kv_cache_policy.{name}", getattr(config, name), *limit)
+                check_integer(f"kv_cache_policy.{name}", getattr(config, name), *limit)
 
 
 @dataclass(frozen=True, slots=True)

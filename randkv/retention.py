@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from randkv.config import RandKVConfig, check_request_key
+from randkv.config import RandKVConfig, check_integer, check_request_key
 from randkv.errors import RandKVConfigError
 from randkv.planner import RoundPlan, first_due, next_due, plan_moves
 from randkv.selection import StreamKey, stream_key
@@ -85,30 +85,23 @@ def _ranges(row: NDArray[np.bool_]) -> list[list[int]]:
     return ranges
 
 
-def _integer(field: str, value: int, low: int, high: int, remedy: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise RandKVConfigError(field, value, f"an integer from {low} to {high}", remedy)
-
-
 def _check(
     config: RandKVConfig,
-    request_key: str,
     prompt_tokens: int,
     computed_tokens: int,
     layer: int,
     num_kv_heads: int,
 ) -> None:
-    check_request_key("request_key", request_key)
-    _integer(
+    check_integer(
         "prompt_tokens",
         prompt_tokens,
         1,
         config.budget,
         "The whole prompt is kept: raise the budget or shorten the prompt.",
     )
-    _integer("computed_tokens", computed_tokens, prompt_tokens, MAX_COMPUTED_TOKENS)
-    _integer("layer", layer, 0, MAX_LAYERS - 1)
-    _integer("num_kv_heads", num_kv_heads, 1, MAX_KV_HEADS)
+    check_integer("computed_tokens", computed_tokens, prompt_tokens, MAX_COMPUTED_TOKENS)
+    check_integer("layer", layer, 0, MAX_LAYERS - 1)
+    check_integer("num_kv_heads", num_kv_heads, 1, MAX_KV_HEADS)
     max_rounds = MAX_WORK // (num_kv_heads * config.max_physical_len + _ROUND_COST)
     limit = min(MAX_WORK // num_kv_heads, first_due(config) + max_rounds * config.round_interval)
     if computed_tokens > limit:
@@ -172,7 +165,8 @@ def retention_map(
         RandKVConfigError: An argument is out of range, the prompt is longer than the budget, or
             the rounds are more work than `MAX_WORK`.
     """
-    _check(config, request_key, prompt_tokens, computed_tokens, layer, num_kv_heads)
+    check_request_key("request_key", request_key)
+    _check(config, prompt_tokens, computed_tokens, layer, num_kv_heads)
     key = stream_key(request_key, config.seed)
     kept = np.ones((num_kv_heads, computed_tokens), np.bool_)
     step = max(1, _SLOTS_AT_ONCE // config.max_physical_len)

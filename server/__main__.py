@@ -17,6 +17,7 @@ from argparse import Namespace
 from randkv import patching
 from randkv.errors import RandKVPatchError
 from server.options import parse_arguments
+from server.record import write_line
 
 
 def announce(parsed: Namespace) -> None:
@@ -35,9 +36,9 @@ def announce(parsed: Namespace) -> None:
         f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
         f"-d '{body}'\n\n"
         f"or open {url}/ in a browser. Metrics: {url}/metrics\n"
-        'Stop with Ctrl-C. Options: make serve ARGS="--help".\n'
+        'Stop with Ctrl-C. Options: make serve ARGS="--help".'
     )
-    os.write(1, text.encode())  # vLLM puts its process name before what sys.stdout gets
+    write_line(text)
 
 
 def _is_live(url: str) -> bool:

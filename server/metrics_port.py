@@ -24,11 +24,9 @@ class MetricsPort:
 
     @classmethod
     def of(cls, args: Namespace, vllm_config: VllmConfig) -> MetricsPort | None:
-        """None when there is no such port. Of several API servers, the first opens it for all."""
-        if args.metrics_port is None:
+        """None when not asked for; of several API server processes the first has it."""
+        if args.metrics_port is None or vllm_config.parallel_config._api_process_rank > 0:
             return None
-        if vllm_config.parallel_config._api_process_rank > 0:
-            return _Elsewhere(args.metrics_host, args.metrics_port)
         return cls(args.metrics_host, args.metrics_port)
 
     def open(self) -> None:
@@ -39,13 +37,3 @@ class MetricsPort:
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
-
-
-class _Elsewhere(MetricsPort):
-    """Another API server process has it."""
-
-    def open(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass

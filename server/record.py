@@ -11,15 +11,13 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from randkv.vllm.report import COUNTS, KVCacheReport, summed
+
 if TYPE_CHECKING:
     import asyncio
 
-    from randkv.vllm.report import KVCacheReport
-
 current: ContextVar[RequestRecord | None] = ContextVar("current", default=None)
 """The record of the HTTP request that the running task serves."""
-
-_SUMMED = ("rounds", "evicted_tokens", "physical_tokens", "replayed_tokens", "preemptions")
 
 
 @dataclass(slots=True, eq=False)
@@ -64,9 +62,8 @@ class RequestRecord:
         if len(reports) == 1:
             return dict(reports[0])
         keys = {report["request_key"] for report in reports}
-        sums = {name: sum(dict(report)[name] for report in reports) for name in _SUMMED}  # type: ignore[misc]
         request_key = keys.pop() if len(keys) == 1 else None
-        return {**reports[0], "request_key": request_key, **sums, "samples": reports}
+        return {**summed(reports), "request_key": request_key, "samples": reports}
 
     @property
     def policy(self) -> str | None:
@@ -108,7 +105,7 @@ class RequestRecord:
                 "completion_tokens": self.completion_tokens,
                 "first_token_seconds": self.first_token
                 and round(self.first_token - self.started, 4),
-                **{name: report.get(name, 0) for name in _SUMMED},
+                **{name: report.get(name, 0) for name in COUNTS},
             }
         return json.dumps(line)
 

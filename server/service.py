@@ -107,7 +107,7 @@ class Service:
                     "randkv_build_info",
                     version=version("randkv"),
                     vllm_version=patching.VLLM_VERSION,
-                    patch=patching.check(),
+                    patch=patching.digest(),  # checked when the engine was configured
                     compactor=compactor.BACK_END,
                 ).set(1)
                 return one.metrics
@@ -178,7 +178,7 @@ class Service:
 
     def check_metrics_access(self, authorization: str | None) -> None:
         """Raises Refusal unless ``/metrics`` may be read here."""
-        if self._metrics_port is not None:
+        if self._args.metrics_port is not None:
             raise Refusal(404, f"/metrics is on port {self._args.metrics_port}", "route")
         if self._metrics_token is not None:
             given = (authorization or "").removeprefix("Bearer ").encode()

@@ -38,15 +38,16 @@ class KVCacheReport(TypedDict):
     long_prompt: bool
 
 
+COUNTS = ("rounds", "evicted_tokens", "physical_tokens", "replayed_tokens", "preemptions")
+
+
+def summed(reports: Sequence[KVCacheReport]) -> KVCacheReport:
+    """The first report, its `COUNTS` summed over all."""
+    sums = {name: sum(dict(report)[name] for report in reports) for name in COUNTS}  # type: ignore[misc]
+    return {**reports[0], **sums}  # type: ignore[typeddict-item]
+
+
 def merge(reports: Sequence[KVCacheReport]) -> KVCacheReport:
     """Counts summed over the samples of one request; the key is the request's own."""
     parent_key, _, _ = reports[0]["request_key"].rpartition("/")
-    return {
-        **reports[0],
-        "request_key": parent_key,
-        "rounds": sum(report["rounds"] for report in reports),
-        "evicted_tokens": sum(report["evicted_tokens"] for report in reports),
-        "physical_tokens": sum(report["physical_tokens"] for report in reports),
-        "replayed_tokens": sum(report["replayed_tokens"] for report in reports),
-        "preemptions": sum(report["preemptions"] for report in reports),
-    }
+    return {**summed(reports), "request_key": parent_key}

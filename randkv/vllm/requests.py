@@ -12,7 +12,7 @@ from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.engine import EngineCoreRequest
 
 from randkv.config import EnginePolicy, RequestPolicy
-from randkv.errors import RandKVConfigError, RefusalReason
+from randkv.errors import RandKVConfigError
 
 FIELD = "kv_cache_policy"
 
@@ -20,15 +20,8 @@ FIELD = "kv_cache_policy"
 class RequestPolicyError(VLLMValidationError, RandKVConfigError):
     """A bad policy on one request: a client error to vLLM's servers, a ValueError to `LLM`."""
 
-    def __init__(
-        self,
-        field: str,
-        value: Any,
-        expected: str,
-        remedy: str = "",
-        reason: RefusalReason = "not_allowed",
-    ) -> None:
-        RandKVConfigError.__init__(self, field, value, expected, remedy, reason)
+    def __init__(self, field: str, *details: Any) -> None:
+        RandKVConfigError.__init__(self, field, *details)
         self.parameter = field
 
     def __str__(self) -> str:
@@ -52,11 +45,16 @@ def resolve(policy: EnginePolicy | None, request: EngineCoreRequest, resumable: 
                 override,
                 "no override: the engine runs without kv_cache_policy",
                 'Start it with kv_cache_policy="randkv" or "dense".',
+                "not_allowed",
             )
         return
     if params is None:
         raise RequestPolicyError(
-            FIELD, policy.default, "a generation request", "Pooling runs without kv_cache_policy."
+            FIELD,
+            policy.default,
+            "a generation request",
+            "Pooling runs without kv_cache_policy.",
+            "not_allowed",
         )
     try:
         resolved = policy.resolve(
@@ -77,6 +75,7 @@ def resolve(policy: EnginePolicy | None, request: EngineCoreRequest, resumable: 
             "randkv",
             '"dense" for a streaming-input session',
             "Its prompt grows after generation began, so what the prompt is cannot be known.",
+            "not_allowed",
         )
     params.extra_args = {**(params.extra_args or {}), FIELD: resolved.to_dict()}
 
@@ -88,6 +87,7 @@ def beam_search_error() -> RequestPolicyError:
         '"dense" for beam search',
         "Every beam step would be a new request with a longer prompt. "
         'Use an engine started with kv_cache_policy="dense", or sampling with n > 1.',
+        "not_allowed",
     )
 
 
