@@ -14,9 +14,7 @@
 //                    element within a (block, KV head)
 // first_kv_head      global index of this rank's first KV head
 // manager_block_size slots of one block id, a multiple of block_size
-// workspace          int32, on the caches' device; CUDA: scratch space, see cuda/compact.cu
 // counters           int64 [3], on the caches' device, entries of randkv::Counter; added to
 #define RANDKV_COMPACT_SCHEMA                                                                      \
   "compact(Tensor(a!)[] kv_caches, Tensor rounds, Tensor block_ids, Tensor layers, "               \
-  "Tensor layout, int first_kv_head, int manager_block_size, Tensor(b!) workspace, "               \
-  "Tensor(c!) counters) -> ()"
+  "Tensor layout, int first_kv_head, int manager_block_size, Tensor(b!) counters) -> ()"

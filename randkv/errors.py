@@ -5,7 +5,8 @@ RandKVError
 ├── RandKVConfigError       bad policy, override or limit; also a ValueError
 ├── RandKVUnsupportedError  engine configuration that the policy cannot run with; also a ValueError
 ├── RandKVPatchError        the vLLM on this machine is not the one the patch is for
-└── RandKVLayoutError       KV cache layout that the compactor does not know
+├── RandKVLayoutError       KV cache layout that the compactor does not know
+└── RandKVCompactorError    the native compactor cannot be loaded, or its device reported a fault
 """
 
 from __future__ import annotations
@@ -76,3 +77,7 @@ class RandKVPatchError(RandKVError):
 
 class RandKVLayoutError(RandKVError):
     """The KV cache of this attention backend does not fit the layouts that can be compacted."""
+
+
+class RandKVCompactorError(RandKVError):
+    """The native compactor cannot be loaded, or was told to touch a block that does not exist."""

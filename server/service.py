@@ -17,7 +17,7 @@ from typing import Self
 
 from fastapi import FastAPI
 
-from randkv import compactor, patching
+from randkv import patching
 from randkv.config import EnginePolicy
 from randkv.errors import RandKVError
 from randkv.metrics import Metrics
@@ -108,7 +108,7 @@ class Service:
                     version=version("randkv"),
                     vllm_version=patching.VLLM_VERSION,
                     patch=patching.digest(),  # checked when the engine was configured
-                    compactor=compactor.BACK_END,
+                    compactor=self.engine_client.vllm_config.cache_config.kv_cache_compactor,
                 ).set(1)
                 return one.metrics
         raise RandKVError(

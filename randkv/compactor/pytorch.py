@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from randkv.compactor.base import PairCounts
+from randkv.compactor.base import PairCounts, Progress
 from randkv.kv_layout import KVLayout
 from randkv.planner import RoundPlan, plan_moves
 
@@ -51,9 +51,10 @@ class PyTorchCompactor:
         self._dims = torch.from_numpy(
             np.stack([layout.key_dim_offsets, layout.value_dim_offsets])[None]
         ).to(self._device)
+        self._evicted = self._copied = 0
         self._max_moves = max(MAX_ELEMENTS // (2 * layout.head_size), 1)
 
-    def compact(self, rounds: Sequence[tuple[RoundPlan, Sequence[int]]]) -> PairCounts:
+    def compact(self, rounds: Sequence[tuple[RoundPlan, Sequence[int]]]) -> None:
         layers: list[NDArray[np.intp]] = []
         sources: list[NDArray[np.int64]] = []
         holes: list[NDArray[np.int64]] = []
@@ -77,7 +78,13 @@ class PyTorchCompactor:
                 part = slice(start, min(start + self._max_moves, int(stop)))
                 kept = flat.index_select(0, self._elements(source[part]))
                 flat.index_copy_(0, self._elements(hole[part]), kept)
-        return PairCounts(evicted=num_evicted, copied=len(layer))
+        self._evicted += num_evicted
+        self._copied += len(layer)
+
+    def take_progress(self) -> Progress:
+        progress = Progress(PairCounts(self._evicted, self._copied))
+        self._evicted = self._copied = 0
+        return progress
 
     def _to_device(self, array: NDArray[np.int64]) -> torch.Tensor:
         tensor = torch.from_numpy(array)

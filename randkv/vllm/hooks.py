@@ -36,7 +36,8 @@ def verify_config(vllm_config: VllmConfig) -> None:
     Mutates ``cache_config.kv_cache_policy``: from what the user gave to an `EnginePolicy`.
 
     Raises:
-        RandKVConfigError: Bad policy or limits.
+        RandKVConfigError: Bad policy, limits or compactor.
+        RandKVCompactorError: The native compactor cannot be loaded.
         RandKVPatchError: vLLM is not patched, or only in part.
         RandKVUnsupportedError: Lists every reason the policy cannot run.
     """
@@ -47,11 +48,12 @@ def verify_config(vllm_config: VllmConfig) -> None:
         )
     if cache_config.kv_cache_policy is None:
         return
-    from randkv import patching
+    from randkv import compactor, patching
     from randkv.vllm.support import refuse_unsupported
 
     patching.check()
     refuse_unsupported(vllm_config)
+    compactor.check(cache_config.kv_cache_compactor, vllm_config.device_config.device_type)
 
 
 def engine_process_started(vllm_config: VllmConfig) -> None:

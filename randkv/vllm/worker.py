@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,8 +17,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
-from randkv.compactor.base import Compactor, PairCounts
-from randkv.compactor.pytorch import PyTorchCompactor
+from randkv.compactor import Compactor, PairCounts, make_compactor
 from randkv.errors import RandKVLayoutError
 from randkv.kv_layout import KVLayout, WriteTokens, derived_layout, strided_layout
 from randkv.planner import RoundPlan
@@ -64,7 +64,9 @@ class WorkerPolicy:
         kv_caches = [layer.kv_cache for layer in layers]
         backend = runner.attn_groups[0][0].backend.get_name()
         layout = _layout(runner, backend, kv_caches[0])
-        self._compactor = PyTorchCompactor(
+        back_end = runner.cache_config.kv_cache_compactor
+        self._compactor = make_compactor(
+            back_end,
             kv_caches,
             layout,
             layers=[extract_layer_index(name) for name in names],
@@ -72,7 +74,8 @@ class WorkerPolicy:
             manager_block_size=groups[0].kv_cache_spec.block_size,
         )
         logger.info_once(
-            "KV cache policy: PyTorch compactor, %d layers x %d KV heads, %s, block size %d",
+            "KV cache policy: %s compactor, %d layers x %d KV heads, %s, block size %d",
+            back_end,
             len(names),
             layout.num_kv_heads,
             backend,
@@ -91,7 +94,6 @@ class WorkerPolicy:
         if not scheduler_output.kv_cache_rounds:
             return
         start = time.perf_counter()
-        before = self.pairs
         batch: list[tuple[RoundPlan, list[int]]] = []
         for plan in scheduler_output.kv_cache_rounds:
             block_ids = runner.requests[plan.request_id].block_ids[0]
@@ -111,23 +113,30 @@ class WorkerPolicy:
         seconds = time.perf_counter() - start
         self.num_rounds += len(scheduler_output.kv_cache_rounds)
         self.seconds += seconds
-        self._untold = stats = self._untold or CompactionStats()
-        stats.evicted_pairs += self.pairs.evicted - before.evicted
-        stats.copied_pairs += self.pairs.copied - before.copied
-        stats.seconds.append(seconds)
+        self._collect([seconds])
 
     def take_stats(self) -> CompactionStats | None:
         """What was done since the last time; None when nothing was."""
+        self._collect()
         stats, self._untold = self._untold, None
         return stats
+
+    def _collect(self, host_seconds: Sequence[float] = ()) -> None:
+        """Note what the compactor has finished, which on a GPU lags behind what it was given."""
+        assert self._compactor is not None
+        (evicted, copied), device_seconds = self._compactor.take_progress()
+        seconds = host_seconds if device_seconds is None else device_seconds
+        if evicted or seconds:
+            self.pairs = PairCounts(self.pairs.evicted + evicted, self.pairs.copied + copied)
+            self._untold = stats = self._untold or CompactionStats()
+            stats.evicted_pairs += evicted
+            stats.copied_pairs += copied
+            stats.seconds.extend(seconds)
 
     def _compact(self, batch: list[tuple[RoundPlan, list[int]]]) -> None:
         if batch:
             assert self._compactor is not None
-            counts = self._compactor.compact(batch)
-            self.pairs = PairCounts(
-                self.pairs.evicted + counts.evicted, self.pairs.copied + counts.copied
-            )
+            self._compactor.compact(batch)
 
     @staticmethod
     def _copy_blocks(runner: GPUModelRunner, plan: RoundPlan, block_ids: list[int]) -> None:

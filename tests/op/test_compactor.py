@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from randkv.compactor.pytorch import PyTorchCompactor
+from randkv.compactor import BackEnd, PairCounts, make_compactor
 from randkv.errors import RandKVLayoutError
 from randkv.kv_layout import KVLayout, WriteTokens, derived_layout, strided_layout
 from randkv.planner import RoundPlan
@@ -92,9 +92,12 @@ def plan_of(name: str, prompt_len: int, old_len: int, new_len: int, buffer_size:
     )
 
 
+@pytest.mark.parametrize("back_end", ["native", "pytorch"])
 @pytest.mark.parametrize("form", FORMATS, ids=lambda f: f.name)
 @pytest.mark.parametrize("split", [1, 2], ids=["", "split-blocks"])
-def test_a_round_moves_exactly_what_the_plan_says(form: Format, split: int) -> None:
+def test_a_round_moves_exactly_what_the_plan_says(
+    form: Format, split: int, back_end: BackEnd
+) -> None:
     """Write tokens, compact; a cache that had the kept tokens written directly must be equal."""
     rounds = [
         (plan_of("a", 5, 80, 64, 16), list(range(1, 1 + 80 // form.block_size + 1))),
@@ -126,7 +129,8 @@ def test_a_round_moves_exactly_what_the_plan_says(form: Format, split: int) -> N
                 assert len(holes) == len(sources)
                 keys[holes, head], values[holes, head] = keys[sources, head], values[sources, head]
             form.write(keys, values, expected[layer], mapping)
-    compactor = PyTorchCompactor(
+    compactor = make_compactor(
+        back_end,
         found,
         form.layout(found[0]),
         layers=layers.tolist(),
@@ -134,10 +138,12 @@ def test_a_round_moves_exactly_what_the_plan_says(form: Format, split: int) -> N
         manager_block_size=form.block_size * split,
     )
     for _ in range(2):  # carrying the plans out again changes nothing
-        counts = compactor.compact(rounds)
+        compactor.compact(rounds)
         for a, b in zip(found, expected, strict=True):
             assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-    assert counts.evicted == counts.copied == NUM_LAYERS * NUM_KV_HEADS * 17
+        num_pairs = NUM_LAYERS * NUM_KV_HEADS * 17
+        assert compactor.take_progress().pairs == PairCounts(num_pairs, num_pairs)
+    assert compactor.take_progress().pairs == PairCounts(0, 0)
 
 
 def test_deriving_a_layout_leaves_the_cache_alone() -> None:
@@ -191,20 +197,3 @@ def test_a_layout_that_mixes_heads_is_refused() -> None:
 def test_another_shape_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(RandKVLayoutError, match="2 \\* head_size"):
         strided_layout(torch.zeros(shape))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_on_a_gpu_the_same_bytes_as_on_the_cpu() -> None:
-    for order in ("HND", "NHD"):
-        form = strided(order, 16, torch.bfloat16)
-        on_cpu = form.make()
-        keys, values = (t.to(torch.bfloat16) for t in tokens(80, 1))
-        form.write(keys, values, on_cpu, torch.arange(16, 96))
-        on_gpu = on_cpu.cuda()
-        rounds = [(plan_of("a", 5, 80, 64, 16), [1, 2, 3, 4, 5])]
-        for cache in (on_cpu, on_gpu):
-            PyTorchCompactor(
-                [cache], strided_layout(cache), layers=[0], first_kv_head=0, manager_block_size=16
-            ).compact(rounds)
-        assert torch.equal(on_gpu.cpu(), on_cpu)

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where the bytes of a slot lie in a KV cache tensor, and how to copy one. Free of torch.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace randkv {
+
+// The key, or the value, of one slot: pieces of `piece_bytes` at the offsets `pieces`.
+class SlotPart {
+ public:
+  // slot_offsets [block_size] and dim_offsets [head_size] in elements of `element_bytes`.
+  SlotPart(const int64_t* slot_offsets, int64_t block_size, const int64_t* dim_offsets,
+           int64_t head_size, int64_t element_bytes) {
+    for (int64_t slot = 0; slot < block_size; ++slot) {
+      slots_.push_back(slot_offsets[slot] * element_bytes);
+    }
+    // Elements that lie next to each other move together.
+    int64_t run = head_size;
+    for (int64_t dim = 1, length = 1; dim <= head_size; ++dim, ++length) {
+      if (dim == head_size || dim_offsets[dim] != dim_offsets[dim - 1] + 1) {
+        while (length % run != 0 || head_size % run != 0) --run;
+        length = 0;
+      }
+    }
+    for (int64_t dim = 0; dim < head_size; dim += run) {
+      pieces_.push_back(dim_offsets[dim] * element_bytes);
+    }
+    piece_bytes_ = run * element_bytes;
+    interleaved_ = piece_bytes_ < 4 && 4 % piece_bytes_ == 0;
+    for (size_t i = 0; i < pieces_.size(); ++i) {
+      interleaved_ = interleaved_ && pieces_[i] == static_cast<int64_t>(4 * i);
+    }
+  }
+
+  int64_t slot(int64_t offset) const { return slots_[static_cast<size_t>(offset)]; }
+
+  // From `source` to `hole`, the addresses of two slots' parts. `next_source` and `next_hole`,
+  // those of the next move, are brought into the cache meanwhile.
+  void copy(const char* source, char* hole, const char* next_source, const char* next_hole) const {
+    if (interleaved_) return copy_interleaved(source, hole);
+    switch (piece_bytes_) {
+      case 1: return copy_pieces<1>(source, hole, next_source, next_hole);
+      case 2: return copy_pieces<2>(source, hole, next_source, next_hole);
+      case 4: return copy_pieces<4>(source, hole, next_source, next_hole);
+      case 8: return copy_pieces<8>(source, hole, next_source, next_hole);
+      default:
+        for (const int64_t piece : pieces_) {
+          std::memcpy(hole + piece, source + piece, static_cast<size_t>(piece_bytes_));
+        }
+    }
+  }
+
+ private:
+  template <int Bytes>
+  void copy_pieces(const char* source, char* hole, const char* next_source,
+                   const char* next_hole) const {
+    for (const int64_t piece : pieces_) {
+      __builtin_prefetch(next_source + piece, 0);
+      __builtin_prefetch(next_hole + piece, 1);
+      std::memcpy(hole + piece, source + piece, Bytes);
+    }
+  }
+
+  // Slots that share words of four bytes: the part of each word that is this slot's is replaced.
+  void copy_interleaved(const char* source, char* hole) const {
+    const auto source_shift = reinterpret_cast<uintptr_t>(source) % 4 * 8;
+    const auto hole_shift = reinterpret_cast<uintptr_t>(hole) % 4 * 8;
+    const auto* from = reinterpret_cast<const uint32_t*>(source - source_shift / 8);
+    auto* to = reinterpret_cast<uint32_t*>(hole - hole_shift / 8);
+    const uint32_t mask = (uint32_t{1} << 8 * piece_bytes_) - 1;
+    for (size_t i = 0; i < pieces_.size(); ++i) {
+      to[i] = (to[i] & ~(mask << hole_shift)) | ((from[i] >> source_shift & mask) << hole_shift);
+    }
+  }
+
+  std::vector<int64_t> slots_;
+  std::vector<int64_t> pieces_;
+  int64_t piece_bytes_ = 0;
+  bool interleaved_ = false;
+};
+
+struct Layout {
+  int64_t block_size, num_kv_heads, head_size;  // slots; heads; elements
+  int64_t block_stride, head_stride;            // bytes
+  SlotPart key, value;
+
+  // `numbers` is the operator's `layout`, see schema.h.
+  Layout(const int64_t* numbers, int64_t element_bytes)
+      : block_size(numbers[0]),
+        num_kv_heads(numbers[1]),
+        head_size(numbers[2]),
+        block_stride(numbers[3] * element_bytes),
+        head_stride(numbers[4] * element_bytes),
+        key(numbers + 5, block_size, numbers + 5 + 2 * block_size, head_size, element_bytes),
+        value(numbers + 5 + block_size, block_size, numbers + 5 + 2 * block_size + head_size,
+              head_size, element_bytes) {}
+};
+
+}  // namespace randkv

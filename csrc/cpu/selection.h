@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+// Selection contract v1 for one (request, layer, KV head). Free of torch.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "../philox.h"
+#include "../round.h"
+
+// The priorities vectorise; the library picks the widest version that the processor has.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__SANITIZE_THREAD__) && \
+    !defined(__SANITIZE_ADDRESS__)
+#define RANDKV_CLONES \
+  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"), flatten))
+#else
+#define RANDKV_CLONES
+#endif
+
+namespace randkv {
+
+// Priorities of slots 4 * first_group .. 4 * (first_group + num_groups) - 1 into `out`.
+// `num_groups` is a multiple of kLanes.
+constexpr int kLanes = 16;
+
+RANDKV_CLONES static void compute_priorities(const Round& round, uint32_t layer, uint32_t kv_head,
+                                             uint32_t first_group, int64_t num_groups,
+                                             uint32_t* out) {
+  for (int64_t group = 0; group < num_groups; group += kLanes) {
+    PhiloxWords words[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane) {
+      words[lane] =
+          philox4x32_10(round.key0, round.key1, first_group + static_cast<uint32_t>(group + lane),
+                        round.round_index, layer, kv_head);
+    }
+    for (int lane = 0; lane < kLanes; ++lane) {
+      for (int word = 0; word < 4; ++word) out[4 * (group + lane) + word] = words[lane].word[word];
+    }
+  }
+}
+
+// Finds evicted slots; keeps its scratch space from one call to the next.
+class Selector {
+ public:
+  // The evicted slots, ascending: the old_len - new_len candidates with the smallest
+  // (priority, slot). Valid until the next call.
+  const std::vector<int32_t>& evicted_slots(const Round& round, uint32_t layer, uint32_t kv_head) {
+    const int64_t num_evict = round.old_len - round.new_len;
+    const int64_t num_candidates = round.stop_slot - round.first_slot;
+    evicted_.clear();
+    if (num_evict == 0) return evicted_;
+    const uint32_t first_group = static_cast<uint32_t>(round.first_slot) / 4;
+    const int64_t stop_group = (static_cast<int64_t>(round.stop_slot) + 3) / 4;
+    const int64_t num_groups = (stop_group - first_group + kLanes - 1) / kLanes * kLanes;
+    priorities_.resize(static_cast<size_t>(4 * num_groups));
+    compute_priorities(round, layer, kv_head, first_group, num_groups, priorities_.data());
+    const uint32_t* priorities = priorities_.data() + round.first_slot % 4;
+
+    // Few are evicted: those below a bound that, almost always, some more than num_evict are
+    // under. Where it is not so, every candidate is looked at.
+    const double wanted = static_cast<double>(num_evict) + 6 * std::sqrt(double(num_evict)) + 8;
+    const double bound = wanted / static_cast<double>(num_candidates) * 4294967296.0;
+    const uint64_t limit = bound < 4294967296.0 ? static_cast<uint64_t>(bound) : uint64_t{1} << 32;
+    collect(priorities, num_candidates, limit);
+    if (static_cast<int64_t>(below_.size()) < num_evict) {
+      collect(priorities, num_candidates, uint64_t{1} << 32);
+    }
+    // (priority, candidate) as one number: candidates are ordered as slots are.
+    keys_.clear();
+    for (const uint32_t i : below_) keys_.push_back(uint64_t{priorities[i]} << 32 | i);
+    std::nth_element(keys_.begin(), keys_.begin() + (num_evict - 1), keys_.end());
+    const uint64_t last = keys_[static_cast<size_t>(num_evict - 1)];
+    for (const uint32_t i : below_) {
+      if ((uint64_t{priorities[i]} << 32 | i) <= last) {
+        evicted_.push_back(round.first_slot + static_cast<int32_t>(i));
+      }
+    }
+    return evicted_;
+  }
+
+ private:
+  // Into below_: the candidates with a priority under `limit`, counted from the first.
+  void collect(const uint32_t* priorities, int64_t num_candidates, uint64_t limit) {
+    below_.resize(static_cast<size_t>(num_candidates));
+    uint32_t* below = below_.data();
+    size_t count = 0;
+    for (int64_t i = 0; i < num_candidates; ++i) {
+      below[count] = static_cast<uint32_t>(i);
+      count += priorities[i] < limit;
+    }
+    below_.resize(count);
+  }
+
+  std::vector<uint32_t> priorities_, below_;
+  std::vector<uint64_t> keys_;
+  std::vector<int32_t> evicted_;
+};
+
+}  // namespace randkv
