@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test lint format bench clean
+.PHONY: help setup serve test lint format bench bench-compactor clean
 python := .venv/bin/python
 ARGS ?=
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
 
 setup: ## Prepare .venv/, the patched vLLM in it, and the default model (once)
 	@./deploy/local/setup.sh
@@ -32,5 +32,8 @@ bench: setup ## Measure the share of compaction, and what patch and front end co
 	@$(python) -m benchmarks.policy_off
 	@$(python) -m benchmarks.front_end
 
+bench-compactor: setup ## Time the native compactor against the PyTorch one on a CPU thread
+	@$(python) -m benchmarks.compactor $(ARGS)
+
 clean: ## Remove .venv/ and models/
-	rm -rf .venv models build
+	rm -rf .venv models build randkv/compactor/lib

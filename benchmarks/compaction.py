@@ -2,7 +2,8 @@
 """Share of compaction in the wall time of a decode.
 
 ``python -m benchmarks.compaction`` decodes 16 requests of the default model at K = 256, r = 32 in
-the KV memory of 4 dense requests of 4,000 tokens, over whole round intervals, and prints the share.
+the KV memory of 4 dense requests of 4,000 tokens, over whole round intervals, and prints the share:
+the native and the PyTorch compactor in turn, in one engine.
 """
 
 from __future__ import annotations
@@ -64,13 +65,21 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=10, help="rounds per request and repeat")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
+    compactors = {}
     with engine(
         SMOLLM2, kv_cache_policy=POLICY, num_gpu_blocks_override=1013, max_model_len=4096
     ) as running:
-        for _ in range(arguments.repeats):
+        worker = running.runner.kv_cache_policy
+        for back_end in ("native", "pytorch"):
+            running.runner.cache_config.kv_cache_compactor = back_end
+            worker.bind(running.runner)
+            compactors[back_end] = worker.compactor
+        for back_end in ("native", "pytorch") * arguments.repeats:
+            worker.compactor = compactors[back_end]
             share = measure(running, arguments.rounds)
             sys.stdout.write(
-                f"{NUM_REQUESTS} requests, {share.rounds} rounds each, {share.steps} steps: "
+                f"{back_end:7} {NUM_REQUESTS} requests, {share.rounds} rounds each, "
+                f"{share.steps} steps: "
                 f"{1000 * share.compaction / share.rounds / NUM_REQUESTS:.2f} ms per round, "
                 f"{1000 * share.wall / share.steps:.0f} ms per step, "
                 f"compaction {share.ratio:.2%} of the wall time\n"

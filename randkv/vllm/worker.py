@@ -36,13 +36,14 @@ class WorkerPolicy:
     """One per model runner.
 
     Attributes:
+        compactor: Carries out rounds; None until `bind`.
         num_rounds: Rounds carried out.
         pairs: (token, KV head) pairs evicted and copied, over all layers.
         seconds: Time spent compacting, as seen by the host.
     """
 
     def __init__(self) -> None:
-        self._compactor: Compactor | None = None
+        self.compactor: Compactor | None = None
         self._evicted_tokens: dict[str, int] = {}
         self.num_rounds = 0
         self.pairs = PairCounts(0, 0)
@@ -65,7 +66,7 @@ class WorkerPolicy:
         backend = runner.attn_groups[0][0].backend.get_name()
         layout = _layout(runner, backend, kv_caches[0])
         back_end = runner.cache_config.kv_cache_compactor
-        self._compactor = make_compactor(
+        self.compactor = make_compactor(
             back_end,
             kv_caches,
             layout,
@@ -123,8 +124,8 @@ class WorkerPolicy:
 
     def _collect(self, host_seconds: Sequence[float] = ()) -> None:
         """Note what the compactor has finished, which on a GPU lags behind what it was given."""
-        assert self._compactor is not None
-        (evicted, copied), device_seconds = self._compactor.take_progress()
+        assert self.compactor is not None
+        (evicted, copied), device_seconds = self.compactor.take_progress()
         seconds = host_seconds if device_seconds is None else device_seconds
         if evicted or seconds:
             self.pairs = PairCounts(self.pairs.evicted + evicted, self.pairs.copied + copied)
@@ -135,8 +136,8 @@ class WorkerPolicy:
 
     def _compact(self, batch: list[tuple[RoundPlan, list[int]]]) -> None:
         if batch:
-            assert self._compactor is not None
-            self._compactor.compact(batch)
+            assert self.compactor is not None
+            self.compactor.compact(batch)
 
     @staticmethod
     def _copy_blocks(runner: GPUModelRunner, plan: RoundPlan, block_ids: list[int]) -> None:
