@@ -19,7 +19,6 @@ TRITON = Path(sys.prefix) / "triton"
 
 TESTS = [
     "tests/engine/v2_runner.py",
-    "tests/engine/test_lifecycle.py::test_copy_on_write_when_a_generated_block_is_shared",
     "tests/engine/test_lifecycle.py"
     "::test_copy_on_write_into_a_block_that_another_round_has_just_freed",
 ]

@@ -60,5 +60,5 @@ libdevice.log1p = _log1p
 
 from vllm.v1.sample.ops import topk_topp_sampler  # noqa: E402
 
-# This kernel's loops do not end under the interpreter.
+# This kernel calls methods of what the interpreter makes plain ints.
 topk_topp_sampler.apply_top_k_top_p_triton = topk_topp_sampler.apply_top_k_top_p_pytorch

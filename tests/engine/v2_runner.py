@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import Prompts
-from tests.engine.harness import POLICY, Engine, Watcher, assert_all_exact, assert_exact, engine
+from tests.engine.harness import POLICY, Engine, Watcher, assert_all_exact, engine
 from tests.engine.oracle import Oracle
 
 
@@ -68,10 +68,15 @@ def test_every_kind_of_request_at_once(
         running.add("dense", shared, 60, "dense")
         for i in range(3):
             running.add(f"late-{i}", prompts.any(1, 48), 70)
-        for _ in range(60):
+        for _ in range(45):
+            running.step()
+        assert running.request("small").kv_cache_state.rounds > 3
+        running.preempt("small")
+        for _ in range(15):
             running.step()
         running.llm.llm_engine.abort_request(["neighbour"])
         outputs = running.run()
+        replayed = running.scheduler.kv_cache_policy.stats.replayed_rounds
         policy = running.runner.kv_cache_policy
         assert policy.num_rounds == len(watching.rounds)
         assert policy.pairs.evicted >= policy.pairs.copied > 0
@@ -81,8 +86,8 @@ def test_every_kind_of_request_at_once(
     assert_all_exact(tiny_oracle, outputs.values())
     for output in outputs.values():
         assert output.kv_cache["rounds"] > 2 or output.request_id == "dense"
-    assert sum(output.kv_cache["preemptions"] for output in outputs.values()) > 0
-    assert sum(output.kv_cache["replayed_tokens"] for output in outputs.values()) > 0
+    assert sum(output.kv_cache["preemptions"] for output in outputs.values()) > 1
+    assert replayed > 3
     assert addresses.steps > 150
     assert len(addresses.seen) == 1
 
@@ -91,12 +96,12 @@ def test_a_request_preempted_twice_is_replayed_exactly(
     any_engine: Engine, watcher: Watcher, tiny_oracle: Oracle, prompts: Prompts
 ) -> None:
     """A resumed request arrives as a new one, in another row, with rounds behind it."""
-    any_engine.add("resumed", prompts(20), 130)
-    any_engine.add("neighbour", prompts(10), 150)
+    any_engine.add("resumed", prompts(20), 110)
+    any_engine.add("neighbour", prompts(40), 110)
     for _ in range(60):
         any_engine.step()
     any_engine.preempt("resumed")
-    for _ in range(40):
+    for _ in range(30):
         any_engine.step()
     any_engine.preempt("resumed")
     outputs = any_engine.run()
@@ -121,10 +126,3 @@ def test_what_the_worker_did_is_counted(any_engine: Engine, prompts: Prompts) ->
     evicted = sum(stats.evicted_pairs for stats in told)
     assert evicted == 2 * 2 * output.kv_cache["evicted_tokens"]
     assert 0 < sum(stats.copied_pairs for stats in told) <= evicted
-
-
-def test_a_dense_request_alone_is_as_without_the_policy(
-    any_engine: Engine, tiny_oracle: Oracle, prompts: Prompts
-) -> None:
-    any_engine.add("dense", prompts(30), 40, "dense")
-    assert_exact(tiny_oracle, any_engine.run()["dense"])
