@@ -17,11 +17,8 @@ ROOT = Path(__file__).parents[2]
 TRITON = Path(sys.prefix) / "triton"
 """Where `deploy/local/setup.sh` puts it, out of everyone else's path."""
 
-TESTS = [
-    "tests/engine/v2_runner.py",
-    "tests/engine/test_lifecycle.py"
-    "::test_copy_on_write_into_a_block_that_another_round_has_just_freed",
-]
+COPY_ON_WRITE = "test_copy_on_write_into_a_block_that_another_round_has_just_freed"
+TESTS = ["tests/engine/v2_runner.py", f"tests/engine/test_lifecycle.py::{COPY_ON_WRITE}"]
 
 
 @pytest.mark.slow

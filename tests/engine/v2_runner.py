@@ -96,7 +96,8 @@ def test_a_request_preempted_twice_is_replayed_exactly(
     any_engine: Engine, watcher: Watcher, tiny_oracle: Oracle, prompts: Prompts
 ) -> None:
     """A resumed request arrives as a new one, in another row, with rounds behind it."""
-    any_engine.add("resumed", prompts(20), 110)
+    policy = {"type": "randkv", "budget": 40}  # each round frees a block
+    any_engine.add("resumed", prompts(20), 110, policy)
     any_engine.add("neighbour", prompts(40), 110)
     for _ in range(60):
         any_engine.step()
