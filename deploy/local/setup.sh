@@ -27,11 +27,11 @@ show_progress() {
         /^Installing collected/ { if (tty) printf "\r"; printf "      installing                 \n" > "/dev/stderr" }
         /^(ERROR|error)/ { print > "/dev/stderr" }'
 }
-install() { # install FILE: exactly the pinned packages of FILE
-    local total; total=$(grep -c '==' "$1")
-    "$venv/bin/pip" install --disable-pip-version-check --no-deps --only-binary :all: -r "$1" 2>&1 \
+install() { # install FILE [OPTION...]: exactly the pinned packages of FILE
+    local file=$1 total; shift; total=$(grep -c '==' "$file")
+    "$venv/bin/pip" install --disable-pip-version-check --no-deps --only-binary :all: "$@" -r "$file" 2>&1 \
         | tee "$stamps/pip.log" | show_progress "$total" \
-        || fail "pip could not install $1: see $stamps/pip.log. Run the same command to try again."
+        || fail "pip could not install $file: see $stamps/pip.log. Run the same command to try again."
 }
 
 if [ ! -x "$venv/bin/python" ]; then
@@ -57,9 +57,16 @@ if ! done_for packages deploy/local/cpu.txt deploy/local/dev.txt; then
     mark packages deploy/local/cpu.txt deploy/local/dev.txt
 fi
 
+if ! done_for triton deploy/local/triton.txt; then
+    say "[4/$steps] Triton beside the rest, for the tests of vLLM's V2 model runner (about 190 MB)"
+    rm -rf "$venv/triton"
+    install deploy/local/triton.txt --target "$venv/triton"
+    mark triton deploy/local/triton.txt
+fi
+
 if ! done_for patch pyproject.toml randkv/patching.py randkv/patches/0.28.0/SHA256SUMS randkv/patches/0.28.0/*.patch \
     || ! "$venv/bin/python" -m randkv.patching check >/dev/null 2>&1; then
-    say "[4/$steps] the patch to vLLM"
+    say "[5/$steps] the patch to vLLM"
     "$venv/bin/pip" install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
     if ! "$venv/bin/python" -m randkv.patching apply 2> "$stamps/patch.log"; then
         say "      vLLM carries something else, an older patch perhaps: installing it anew"

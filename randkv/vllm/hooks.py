@@ -126,11 +126,16 @@ def request_state(params: SamplingParams | None) -> RequestState | None:
 
 
 def worker_policy(vllm_config: VllmConfig) -> WorkerPolicy | None:
+    """The policy of whichever model runner vLLM has picked."""
     if engine_policy(vllm_config) is None:
         return None
-    from randkv.vllm.worker import WorkerPolicy
+    if vllm_config.use_v2_model_runner:
+        from randkv.vllm.runner_v2 import RunnerV2Policy
 
-    return WorkerPolicy()
+        return RunnerV2Policy()
+    from randkv.vllm.runner_v1 import RunnerV1Policy
+
+    return RunnerV1Policy()
 
 
 def merged_report(outputs: Sequence[CompletionOutput]) -> KVCacheReport | None:

@@ -124,11 +124,6 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c: c.model_config.enable_return_routed_experts,
         "remove --enable-return-routed-experts",
     ),
-    Refusal(
-        "the V2 model runner",
-        lambda c: c.use_v2_model_runner,
-        "unset VLLM_USE_V2_MODEL_RUNNER, and vLLM picks the V1 model runner",
-    ),
 )
 
 

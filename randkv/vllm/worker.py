@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker side, V1 model runner: carries out rounds, turns absolute lengths into physical ones."""
+"""Worker side, what both model runners share: the compactor, rounds, and what they did.
+
+`RunnerV1Policy` and `RunnerV2Policy` add where their runner keeps block ids, and how absolute
+lengths become physical ones.
+"""
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from vllm import _custom_ops as ops
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
@@ -25,14 +28,15 @@ from randkv.stats import CompactionStats
 from randkv.vllm.support import refuse_unsupported_layers
 
 if TYPE_CHECKING:
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 
 logger = init_logger(__name__)
 
 _STRIDED_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER")
 
 
-class WorkerPolicy:
+class WorkerPolicy(ABC):
     """One per model runner.
 
     Attributes:
@@ -50,7 +54,7 @@ class WorkerPolicy:
         self.seconds = 0.0
         self._untold: CompactionStats | None = None
 
-    def bind(self, runner: GPUModelRunner) -> None:
+    def bind(self, runner: RunnerV1 | RunnerV2) -> None:
         """Called once the KV cache exists: check its layout and make the compactor.
 
         Raises:
@@ -61,7 +65,12 @@ class WorkerPolicy:
         context = runner.compilation_config.static_forward_context
         names = groups[0].layer_names
         layers = [context[name] for name in names]
-        refuse_unsupported_layers(len(groups), runner.shared_kv_cache_layers, layers)
+        shared = {
+            name: target
+            for name, layer in context.items()
+            if (target := getattr(layer, "kv_sharing_target_layer_name", None))
+        }
+        refuse_unsupported_layers(len(groups), shared, layers)
         kv_caches = [layer.kv_cache for layer in layers]
         backend = runner.attn_groups[0][0].backend.get_name()
         layout = _layout(runner, backend, kv_caches[0])
@@ -83,21 +92,24 @@ class WorkerPolicy:
             layout.block_size,
         )
 
-    def run_rounds(self, runner: GPUModelRunner, scheduler_output: SchedulerOutput) -> None:
+    def run_rounds(self, runner: RunnerV1 | RunnerV2, scheduler_output: SchedulerOutput) -> None:
         """Carry out this step's rounds. Runs before anything else writes to the KV cache.
 
         Mutates the KV caches, the requests' block ids and their rows of the block table.
         """
         for request_id in scheduler_output.finished_req_ids:
             self._evicted_tokens.pop(request_id, None)
+        # A resumed request starts over; the V2 runner is told of it as a new one.
         for request_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
             self._evicted_tokens.pop(request_id, None)
+        for request in scheduler_output.scheduled_new_reqs:
+            self._evicted_tokens.pop(request.req_id, None)
         if not scheduler_output.kv_cache_rounds:
             return
         start = time.perf_counter()
         batch: list[tuple[RoundPlan, list[int]]] = []
         for plan in scheduler_output.kv_cache_rounds:
-            block_ids = runner.requests[plan.request_id].block_ids[0]
+            block_ids = self._block_ids(runner, plan.request_id)
             if plan.block_copies:
                 # The target may be a block that an earlier round of this step still reads.
                 self._compact(batch)
@@ -105,9 +117,7 @@ class WorkerPolicy:
                 self._copy_blocks(runner, plan, block_ids)
             batch.append((plan, list(block_ids)))
             del block_ids[plan.num_blocks :]
-            row = runner.input_batch.req_id_to_index.get(plan.request_id)
-            if row is not None:
-                runner.input_batch.block_table.add_row((block_ids,), row)
+            self._rewrite_row(runner, plan, block_ids)
             evicted = self._evicted_tokens.get(plan.request_id, 0)
             self._evicted_tokens[plan.request_id] = evicted + plan.old_len - plan.new_len
         self._compact(batch)
@@ -140,40 +150,22 @@ class WorkerPolicy:
             self.compactor.compact(batch)
 
     @staticmethod
-    def _copy_blocks(runner: GPUModelRunner, plan: RoundPlan, block_ids: list[int]) -> None:
+    def _copy_blocks(runner: RunnerV1 | RunnerV2, plan: RoundPlan, block_ids: list[int]) -> None:
         copies = [KVCacheBlockCopy(c.source, c.target) for c in plan.block_copies]
         copy_kv_cache_blocks_inplace(runner.kv_caches, runner.kv_cache_config.num_blocks, copies)
         for copy in plan.block_copies:
             block_ids[copy.index] = copy.target
 
-    def to_physical(
-        self,
-        runner: GPUModelRunner,
-        num_reqs: int,
-        req_indices: torch.Tensor,
-        positions: torch.Tensor,
-    ) -> torch.Tensor:
-        """Positions as slots; also makes the runner's sequence lengths physical.
+    @abstractmethod
+    def _block_ids(self, runner: Any, request_id: str) -> list[int]:
+        """The request's block ids in slot order; the runner's own list, to be changed in place."""
 
-        Mutates ``runner.seq_lens`` and ``runner.optimistic_seq_lens_cpu``; positions stay as they
-        are, since rotary embeddings need them absolute.
-
-        Args:
-            req_indices: int64 ``[tokens]``, each token's row of the batch, on the device.
-            positions: int64 ``[tokens]``, absolute, on the device.
-        """
-        evicted = self._evicted_tokens
-        if not evicted:
-            return positions
-        ids = runner.input_batch.req_ids[:num_reqs]
-        counts = np.array([evicted.get(i, 0) for i in ids], np.int32)
-        device = async_tensor_h2d(counts, device=positions.device)
-        runner.optimistic_seq_lens_cpu[:num_reqs] -= torch.from_numpy(counts)
-        runner.seq_lens[:num_reqs] -= device
-        return positions - device[req_indices]
+    @abstractmethod
+    def _rewrite_row(self, runner: Any, plan: RoundPlan, block_ids: list[int]) -> None:
+        """Make the request's row of the block table `block_ids`, which the round has changed."""
 
 
-def _layout(runner: GPUModelRunner, backend: str, kv_cache: torch.Tensor) -> KVLayout:
+def _layout(runner: RunnerV1 | RunnerV2, backend: str, kv_cache: torch.Tensor) -> KVLayout:
     if backend == "CPU_ATTN":
         return _cpu_layout(runner, kv_cache)
     if backend in _STRIDED_BACKENDS:
@@ -184,7 +176,7 @@ def _layout(runner: GPUModelRunner, backend: str, kv_cache: torch.Tensor) -> KVL
     )
 
 
-def _cpu_layout(runner: GPUModelRunner, kv_cache: torch.Tensor) -> KVLayout:
+def _cpu_layout(runner: RunnerV1 | RunnerV2, kv_cache: torch.Tensor) -> KVLayout:
     builder = runner.attn_groups[0][0].get_metadata_builder()
     return derived_layout(kv_cache, cpu_writer(builder.isa, builder.kv_cache_dtype))
 

@@ -90,8 +90,13 @@ class Engine:
         return self.scheduler.kv_cache_manager.block_pool
 
     @property
-    def runner(self) -> GPUModelRunner:
+    def runner(self) -> Any:
+        """Of either kind."""
         return self.core.model_executor.driver_worker.worker.model_runner
+
+    @property
+    def is_v2(self) -> bool:
+        return not isinstance(self.runner, GPUModelRunner)
 
     def request(self, request_id: str) -> Request:
         """The scheduler's request with this external id."""
@@ -161,7 +166,9 @@ class Engine:
         assert free == self.num_blocks, f"{free} of {self.num_blocks} blocks are free"
         assert not [b for b in self.pool.blocks if b.ref_cnt and not b.is_null]
         if self.runner.kv_cache_policy is not None:
-            left = self.runner.kv_cache_policy._evicted_tokens
+            left = [*self.runner.kv_cache_policy._evicted_tokens]
+            if self.is_v2:
+                left += self.runner.kv_cache_policy._blocks
             assert not left, f"the worker remembers finished requests: {left}"
 
     def close(self) -> None:
@@ -188,16 +195,36 @@ class Watcher:
 
     def check(self) -> None:
         """Rows of the block table are the requests' own blocks, long enough for their slots."""
+        rows = self._rows_v2() if self.running.is_v2 else self._rows_v1()
+        for request_id, own, row, seq_len in rows:
+            assert row == own, (request_id, row, own)
+            assert seq_len > 0
+            block_size = self.running.core.vllm_config.cache_config.block_size
+            assert len(own) == -(-seq_len // block_size), (request_id, seq_len, len(own))
+
+    def _rows_v1(self) -> Iterator[tuple[str, list[int], list[int], int]]:
+        """Of every request in the batch: its id, block ids, row, and physical length."""
         runner = self.running.runner
         batch = runner.input_batch
         table = batch.block_table[0]
-        for row, request_id in enumerate(batch.req_ids):
-            ids = runner.requests[request_id].block_ids[0]
-            assert table.num_blocks_per_row[row] == len(ids)
-            assert table.block_table.np[row, : len(ids)].tolist() == ids
-            seq_len = int(runner.seq_lens[row])
-            assert seq_len > 0
-            assert len(ids) == -(-seq_len // table.block_size), (request_id, seq_len, len(ids))
+        for index, request_id in enumerate(batch.req_ids):
+            row = table.block_table.np[index, : table.num_blocks_per_row[index]].tolist()
+            own = runner.requests[request_id].block_ids[0]
+            yield request_id, own, row, int(runner.seq_lens[index])
+
+    def _rows_v2(self) -> Iterator[tuple[str, list[int], list[int], int]]:
+        runner = self.running.runner
+        if runner.execute_model_state is None:
+            return  # nothing was scheduled
+        batch = runner.execute_model_state.input_batch
+        tables = runner.block_tables
+        for index, request_id in enumerate(batch.req_ids):
+            number = runner.req_states.req_id_to_index[request_id]
+            length = tables.num_blocks.gpu[0, number]
+            row = tables.block_tables[0].gpu[number, :length].tolist()
+            assert tables.input_block_tables[0][index, :length].tolist() == row
+            own = runner.kv_cache_policy._blocks[request_id]
+            yield request_id, own, row, int(batch.seq_lens[index])
 
     def stop(self) -> None:
         self.running.runner.execute_model = self._original

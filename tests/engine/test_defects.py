@@ -185,14 +185,12 @@ def test_a_second_engine_in_the_process_starts_clean(
 
 
 def test_a_policy_never_silently_does_nothing(any_engine: Engine, prompts: Prompts) -> None:
-    """The report says 0 when the output was shorter than the budget; the V2 runner is refused."""
+    """The report says 0 when the output was shorter than the budget."""
     any_engine.add("short", prompts(10), 40)
     any_engine.add("long", prompts(10), 80)
     outputs = any_engine.run()
     assert outputs["short"].kv_cache["rounds"] == outputs["short"].kv_cache["evicted_tokens"] == 0
     assert outputs["long"].kv_cache["evicted_tokens"] > 0
-    unsupported = any_engine.core.vllm_config._get_v2_model_runner_unsupported_features()
-    assert "KV cache policies" in unsupported
 
 
 def test_the_default_seed_gives_layers_and_heads_different_masks() -> None:

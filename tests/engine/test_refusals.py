@@ -75,7 +75,6 @@ def test_every_row_of_the_table_refuses(tiny_model: Path) -> None:
         },
         "partial-block prefix matching": {"cache_config": {"prefix_match_unit": 8}},
         "returning routed experts": {"model_config": {"enable_return_routed_experts": True}},
-        "the V2 model runner": {"use_v2_model_runner": True},
     }
     assert set(changes) == {row.feature for row in REFUSALS}
     for feature, change in changes.items():
@@ -99,14 +98,14 @@ def _changed(config: Any, changes: dict[str, Any]) -> Any:
     return Proxy(**answers)
 
 
-def test_v2_model_runner_is_refused_and_otherwise_avoided(
+def test_the_v2_model_runner_is_left_to_vllm(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nothing of the policy keeps vLLM from picking it; here it is the lack of Triton."""
     config = config_of(tiny_model)
-    assert "KV cache policies" in config._get_v2_model_runner_unsupported_features()
-    assert not config.use_v2_model_runner
+    assert config._get_v2_model_runner_unsupported_features() == []
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    with pytest.raises(Exception, match="V2 model runner: unset VLLM_USE_V2_MODEL_RUNNER"):
+    with pytest.raises(ValueError, match="Model Runner V2 requires Triton"):
         config_of(tiny_model)
 
 
