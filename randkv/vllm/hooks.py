@@ -8,6 +8,7 @@ returns None or its argument unchanged, and vLLM takes the path it always took.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from randkv.config import EnginePolicy
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.interface import SchedulerInterface
     from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.executor import Executor
 
     from randkv.vllm.report import KVCacheReport
     from randkv.vllm.scheduler import RequestState, SchedulerPolicy
@@ -110,6 +113,15 @@ def scheduler_policy(
     from randkv.vllm.scheduler import SchedulerPolicy
 
     return SchedulerPolicy(kv_cache_manager)
+
+
+def connect_ranks(scheduler: SchedulerInterface, executor: Executor) -> None:
+    """Called once both exist: with several ranks, the scheduler's policy can ask all of them."""
+    policy = getattr(scheduler, "kv_cache_policy", None)
+    if policy is not None and executor.parallel_config.world_size > 1:
+        from randkv.vllm.ranks import RankCounts
+
+        policy.ranks = RankCounts(partial(executor.collective_rpc, non_block=True))
 
 
 def request_state(params: SamplingParams | None) -> RequestState | None:

@@ -77,16 +77,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "set --prefill-context-parallel-size 1",
     ),
     Refusal(
-        "tensor parallelism",
-        lambda c: c.parallel_config.tensor_parallel_size > 1,
-        "set --tensor-parallel-size 1",
-    ),
-    Refusal(
-        "pipeline parallelism",
-        lambda c: c.parallel_config.pipeline_parallel_size > 1,
-        "set --pipeline-parallel-size 1",
-    ),
-    Refusal(
         "microbatching (dual batch overlap)",
         lambda c: c.parallel_config.use_ubatching,
         "remove --enable-dbo and --ubatch-size",

@@ -22,6 +22,7 @@ from randkv.errors import RandKVLayoutError
 from randkv.kv_layout import KVLayout, WriteTokens, derived_layout, strided_layout
 from randkv.planner import RoundPlan
 from randkv.stats import CompactionStats
+from randkv.vllm.ranks import first_kv_head, is_reporting
 from randkv.vllm.support import refuse_unsupported_layers
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class WorkerPolicy:
             kv_caches,
             layout,
             layers=[extract_layer_index(name) for name in names],
-            first_kv_head=0,
+            first_kv_head=first_kv_head(runner.vllm_config),
             manager_block_size=groups[0].kv_cache_spec.block_size,
         )
         logger.info_once(
@@ -111,6 +112,8 @@ class WorkerPolicy:
         seconds = time.perf_counter() - start
         self.num_rounds += len(scheduler_output.kv_cache_rounds)
         self.seconds += seconds
+        if not is_reporting():
+            return
         self._untold = stats = self._untold or CompactionStats()
         stats.evicted_pairs += self.pairs.evicted - before.evicted
         stats.copied_pairs += self.pairs.copied - before.copied
