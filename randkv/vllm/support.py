@@ -77,6 +77,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "set --prefill-context-parallel-size 1",
     ),
     Refusal(
+        "expert parallelism",
+        lambda c: c.parallel_config.enable_expert_parallel,
+        "remove --enable-expert-parallel, and experts are sharded by tensor parallelism",
+    ),
+    Refusal(
         "microbatching (dual batch overlap)",
         lambda c: c.parallel_config.use_ubatching,
         "remove --enable-dbo and --ubatch-size",

@@ -3,27 +3,40 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from vllm import RequestOutput, envs
+from prometheus_client import REGISTRY
+from vllm import RequestOutput, SamplingParams, TokensPrompt, envs
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from randkv.compactor.base import PairCounts
 from randkv.metrics import from_dict
 from randkv.planner import RoundPlan
 from randkv.vllm.ranks import compacted_pairs
 from tests.engine.conftest import Prompts
-from tests.engine.harness import Engine, assert_all_exact, engine
+from tests.engine.harness import DEFAULTS, Engine, assert_all_exact, engine
 from tests.engine.models import make_qwen3_model, make_qwen3_moe_model
 from tests.engine.on_worker import Cache, cache
 from tests.engine.oracle import Oracle
 
 POLICY = {"type": "randkv", "budget": 24, "buffer_size": 4}
-NUM_LAYERS = 3
+NUM_LAYERS, NUM_KV_HEADS = 3, 4
+SMALL: dict[str, Any] = {
+    "kv_cache_policy": POLICY,
+    "num_gpu_blocks_override": 64,
+    "max_model_len": 512,
+    "kv_cache_memory_bytes": 2**26,
+    "disable_log_stats": False,
+}
 COMPUTED = 60
 """Tokens of the request whose cache is read: after eight rounds, with tokens beyond the last."""
 
@@ -38,23 +51,15 @@ class Observed(NamedTuple):
     told: PairCounts
     rounds_told: int
     times_told: int
-    preempted: str
 
 
 def observe(model: Path, **options: Any) -> Observed:
     """Four requests at once, one of them preempted, two sharing a prompt, one dense."""
     prompts = Prompts(3)
-    with engine(
-        model,
-        kv_cache_policy=POLICY,
-        num_gpu_blocks_override=64,
-        max_model_len=512,
-        kv_cache_memory_bytes=2**26,
-        disable_log_stats=False,
-        **options,
-    ) as running:
+    with engine(model, **SMALL, **options) as running:
         # vLLM 0.28.0 makes the buffers of a later pipeline stage in its first dummy batch, which
-        # on a CPU without compilation nothing else runs.
+        # on a CPU without compilation nothing else runs. Data parallel ranks of a mixture of
+        # experts run dummy batches at any time, so there is a second one below.
         running.core.model_executor.execute_dummy_batch()
         plans, told = _watch(running)
         shared = prompts(20)
@@ -67,6 +72,7 @@ def observe(model: Path, **options: Any) -> Observed:
         state = running.request("read").kv_cache_state
         blocks = [block.block_id for block in running.blocks_of("read")]
         caches = running.on_every_rank(cache, blocks, COMPUTED - state.evicted_tokens)
+        running.core.model_executor.execute_dummy_batch()
         running.preempt("preempted")
         outputs = running.run()
         pairs = running.on_every_rank(compacted_pairs)
@@ -81,7 +87,6 @@ def observe(model: Path, **options: Any) -> Observed:
         ),
         sum(t.rounds + t.replayed_rounds for t in told),
         sum(len(t.compaction.seconds) for t in told),
-        "preempted",
     )
 
 
@@ -155,9 +160,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Make], tuple
 
 
 @pytest.fixture(scope="module", params=CASES)
-def case(
-    request: pytest.FixtureRequest, one_rank: Callable[[Make], tuple[Path, Observed]]
-) -> Case:
+def case(request: pytest.FixtureRequest, one_rank: Callable[[Make], tuple[Path, Observed]]) -> Case:
     make, options = CASES[request.param]
     model, one = one_rank(make)
     return Case(request.param, one, observe(model, **options), Oracle(model))
@@ -211,3 +214,59 @@ def test_every_rank_counts_its_own_pairs(case: Case) -> None:
     ]
     assert len({pairs.evicted for pairs in several.pairs}) == (2 if case.name == "pipeline" else 1)
     assert 0 < several.times_told <= len(several.plans)
+
+
+def test_data_parallel_ranks_keep_the_same(
+    one_rank: Callable[[Make], tuple[Path, Observed]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a dense model: vLLM 0.28.0's CPU backend cannot share experts between such ranks."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    model, _ = one_rank(make_qwen3_model)
+    arguments = AsyncEngineArgs(
+        **{**DEFAULTS, **SMALL},
+        model=str(model),
+        skip_tokenizer_init=True,
+        distributed_executor_backend="uni",
+        data_parallel_size=2,
+    )
+
+    async def answers() -> list[RequestOutput]:
+        llm = AsyncLLM.from_engine_args(arguments)
+        try:
+            alone = await _answer(llm, "alone", 1)
+            both = await asyncio.gather(_answer(llm, "first", 0), _answer(llm, "second", 1))
+        finally:
+            llm.shutdown()
+        return [alone, *both]
+
+    outputs = asyncio.run(answers())
+    assert_all_exact(Oracle(model), outputs)
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+    assert [output.kv_cache for output in outputs] == 3 * [outputs[0].kv_cache]
+    for rank, num_requests in ((0, 1), (1, 2)):
+        evicted = REGISTRY.get_sample_value(
+            "randkv_evicted_token_head_pairs_total",
+            {"model_name": str(model), "engine": str(rank)},
+        )
+        assert (
+            evicted
+            == num_requests * NUM_LAYERS * NUM_KV_HEADS * outputs[0].kv_cache["evicted_tokens"]
+        )
+
+
+async def _answer(llm: AsyncLLM, request_id: str, rank: int) -> RequestOutput:
+    params = SamplingParams(
+        max_tokens=60,
+        temperature=0.0,
+        logprobs=0,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={"kv_cache_policy": {"type": "randkv", "request_key": "same"}},
+    )
+    prompt = TokensPrompt(prompt_token_ids=Prompts(4)(12))
+    output = None
+    async for output in llm.generate(prompt, params, request_id, data_parallel_rank=rank):
+        pass
+    assert output is not None
+    return output
