@@ -2,7 +2,7 @@
 """Which heads a rank holds, and the counts of all ranks of one engine.
 
 Every rank carries out the same plans on its own layers and KV heads, and needs no word from any
-other for it: selection is a function of global indices. Only the counts have to be brought together.
+other for it: selection is a function of global indices. Only the counts are brought together.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from randkv.kv_layout import derived_layout
+from randkv.stats import CompactionStats
 from randkv.vllm.worker import cpu_writer
 
 
@@ -24,6 +25,12 @@ def remembered(worker: Any) -> dict[str, int]:
     """Evicted tokens of the requests that the worker knows."""
     evicted: dict[str, int] = worker.model_runner.kv_cache_policy._evicted_tokens
     return evicted
+
+
+def untold(worker: Any) -> CompactionStats | None:
+    """What the worker has counted and not yet sent with an output."""
+    stats: CompactionStats | None = worker.model_runner.kv_cache_policy._untold
+    return stats
 
 
 def cache(worker: Any, block_ids: Sequence[int], num_slots: int) -> Cache:

@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,11 +22,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from randkv.compactor.base import PairCounts
 from randkv.metrics import from_dict
 from randkv.planner import RoundPlan
+from randkv.vllm import ranks
 from randkv.vllm.ranks import compacted_pairs
 from tests.engine.conftest import Prompts
 from tests.engine.harness import DEFAULTS, Engine, assert_all_exact, engine
 from tests.engine.models import make_qwen3_model, make_qwen3_moe_model
-from tests.engine.on_worker import Cache, cache
+from tests.engine.on_worker import Cache, cache, untold
 from tests.engine.oracle import Oracle
 
 POLICY = {"type": "randkv", "budget": 24, "buffer_size": 4}
@@ -49,6 +51,7 @@ class Observed(NamedTuple):
     plans: list[RoundPlan]
     pairs: list[PairCounts]
     told: PairCounts
+    told_while_running: bool
     rounds_told: int
     times_told: int
 
@@ -76,6 +79,7 @@ def observe(model: Path, **options: Any) -> Observed:
         running.preempt("preempted")
         outputs = running.run()
         pairs = running.on_every_rank(compacted_pairs)
+        assert not any(running.on_every_rank(untold)), "counts pile up on a rank"
     return Observed(
         outputs,
         caches,
@@ -85,6 +89,7 @@ def observe(model: Path, **options: Any) -> Observed:
             sum(t.compaction.evicted_pairs for t in told),
             sum(t.compaction.copied_pairs for t in told),
         ),
+        any(t.running and t.compaction.evicted_pairs for t in told),
         sum(t.rounds + t.replayed_rounds for t in told),
         sum(len(t.compaction.seconds) for t in told),
     )
@@ -113,7 +118,7 @@ def _watch(running: Engine) -> tuple[list[RoundPlan], list[Any]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_core_per_rank() -> Iterator[None]:
-    """vLLM's CPU backend binds each rank's threads; ranks here may have to share cores."""
+    """Each rank's threads are bound, by vLLM's CPU backend; ranks here may have to share cores."""
     cores = sorted(os.sched_getaffinity(0))
     with pytest.MonkeyPatch.context() as patch:
         binding = "|".join(str(cores[rank % len(cores)]) for rank in range(2))
@@ -213,7 +218,8 @@ def test_every_rank_counts_its_own_pairs(case: Case) -> None:
         size * evicted_tokens for size in layers_and_heads
     ]
     assert len({pairs.evicted for pairs in several.pairs}) == (2 if case.name == "pipeline" else 1)
-    assert 0 < several.times_told <= len(several.plans)
+    assert several.told_while_running
+    assert several.times_told == case.one.times_told > 0
 
 
 def test_data_parallel_ranks_keep_the_same(
@@ -265,8 +271,58 @@ async def _answer(llm: AsyncLLM, request_id: str, rank: int) -> RequestOutput:
         extra_args={"kv_cache_policy": {"type": "randkv", "request_key": "same"}},
     )
     prompt = TokensPrompt(prompt_token_ids=Prompts(4)(12))
-    output = None
-    async for output in llm.generate(prompt, params, request_id, data_parallel_rank=rank):
-        pass
-    assert output is not None
-    return output
+    answers = llm.generate(prompt, params, request_id, data_parallel_rank=rank)
+    return [output async for output in answers][-1]
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "num_ranks", "expected"),
+    [(4, 1, [0]), (4, 2, [0, 2]), (4, 4, [0, 1, 2, 3]), (2, 4, [0, 0, 1, 1]), (1, 2, [0, 0])],
+)
+def test_the_first_kv_head_of_every_rank(
+    monkeypatch: pytest.MonkeyPatch, num_kv_heads: int, num_ranks: int, expected: list[int]
+) -> None:
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: num_kv_heads),
+        parallel_config=SimpleNamespace(tensor_parallel_size=num_ranks),
+    )
+    found = []
+    for rank in range(num_ranks):
+        monkeypatch.setattr(ranks, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+        found.append(ranks.first_kv_head(config))
+    assert found == expected
+
+
+def test_ranks_are_waited_for_only_when_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(ranks, "monotonic", lambda: now)
+    asked: list[Future[list[PairCounts]]] = []
+
+    def ask(_: object) -> Future[list[PairCounts]]:
+        asked.append(Future())
+        return asked[-1]
+
+    counts = ranks.RankCounts(ask)
+    nothing = PairCounts(0, 0)
+    assert counts.take(idle=True) == nothing
+    assert not asked
+    counts.on_compaction()
+    assert counts.take(idle=False) == nothing  # asked, not waited for
+    now = 5.0
+    counts.on_compaction()
+    assert counts.take(idle=False) == nothing
+    assert len(asked) == 1  # one question at a time
+    asked[0].set_result([PairCounts(6, 5), PairCounts(4, 3)])
+    assert counts.take(idle=False) == PairCounts(10, 8)
+    assert len(asked) == 2  # the rounds since then
+    asked[1].set_result([PairCounts(6, 5), PairCounts(9, 9)])
+    now = 5.5
+    counts.on_compaction()
+    assert counts.take(idle=False) == PairCounts(5, 6)
+    assert len(asked) == 2  # not again within a second
+    executor = ThreadPoolExecutor()
+    late = executor.submit(lambda: [PairCounts(7, 5), PairCounts(9, 9)])
+    counts._ask = lambda _: late
+    assert counts.take(idle=True) == PairCounts(1, 0)
+    assert counts.take(idle=True) == nothing
+    executor.shutdown()
