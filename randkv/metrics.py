@@ -45,21 +45,21 @@ METRICS = (
         "randkv_evicted_token_head_pairs",
         "counter",
         "worker",
-        "(token, KV head) pairs of one layer each that rounds evicted, on the reporting rank.",
+        "(token, KV head) pairs of one layer each that rounds evicted, summed over ranks.",
         ("engine",),
     ),
     Metric(
         "randkv_copied_token_head_pairs",
         "counter",
         "worker",
-        "(token, KV head) pairs of one layer each that rounds copied, on the reporting rank.",
+        "(token, KV head) pairs of one layer each that rounds copied, summed over ranks.",
         ("engine",),
     ),
     Metric(
         "randkv_compaction_seconds",
         "histogram",
         "worker",
-        "Time of a step's rounds, as seen by the host.",
+        "Time of a step's rounds on the reporting rank, as seen by its host.",
         ("engine",),
         _SECONDS,
     ),
@@ -126,7 +126,7 @@ METRICS = (
         "gauge",
         "scheduler",
         "KV cache that the running requests would hold beyond what they do, had they the full "
-        "cache; bytes of whole blocks on one rank.",
+        "cache; bytes of whole blocks on rank 0.",
         ("engine",),
     ),
     Metric(
@@ -254,6 +254,11 @@ def to_markdown() -> str:
         row = f"`{name}` | {metric.kind} | {labels} | {metric.counted_by} | {metric.help}"
         lines.append(f"| {row} |")
     lines += [
+        "",
+        "Every rank of an engine counts the pairs of its own layers and KV heads. A replica of a KV",
+        "head (fewer KV heads than tensor-parallel ranks) is moved, and counts, on each of its ranks.",
+        "With several ranks, pairs arrive within a second, or when no request is running. The",
+        "reporting rank is the first of the last pipeline stage.",
         "",
         "Values of the bounded labels:",
         "",

@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 @dataclass(slots=True)
 class CompactionStats:
-    """The worker's part. One rank's: with tensor parallelism each rank moves its own heads.
+    """The worker's part. As a worker reports it, one rank's; within `PolicyStats`, of all ranks.
 
     Attributes:
         evicted_pairs, copied_pairs: (token, KV head) pairs of one layer each, summed over layers.
-        seconds: Time of each step that compacted, as seen by the host.
+        seconds: Time of each step that compacted, as seen by the host of the reporting rank: the
+            first of the last pipeline stage.
     """
 
     evicted_pairs: int = 0
@@ -43,7 +44,7 @@ class PolicyStats:
         replayed_tokens: Tokens computed again after preemptions.
         running: Running requests by policy, now.
         saved_kv_bytes: What the running requests would hold beyond what they do, had they the
-            full cache; bytes on one rank, now.
+            full cache; bytes on rank 0, now.
     """
 
     rounds: int = 0

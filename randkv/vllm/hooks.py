@@ -8,6 +8,7 @@ returns None or its argument unchanged, and vLLM takes the path it always took.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from randkv.config import EnginePolicy
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.interface import SchedulerInterface
     from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.executor import Executor
 
     from randkv.vllm.report import KVCacheReport
     from randkv.vllm.scheduler import RequestState, SchedulerPolicy
@@ -112,6 +115,22 @@ def scheduler_policy(
     from randkv.vllm.scheduler import SchedulerPolicy
 
     return SchedulerPolicy(kv_cache_manager)
+
+
+def connect_ranks(scheduler: SchedulerInterface, executor: Executor) -> None:
+    """Called once both exist: the scheduler's policy can ask every rank for its counts.
+
+    It has to where a step's output does not say it all: with several ranks, and on a device that
+    carries out a step's rounds after the host has moved on.
+    """
+    policy = getattr(scheduler, "kv_cache_policy", None)
+    config = executor.vllm_config
+    if policy is not None and (
+        config.parallel_config.world_size > 1 or config.device_config.device_type != "cpu"
+    ):
+        from randkv.vllm.ranks import RankCounts
+
+        policy.ranks = RankCounts(partial(executor.collective_rpc, non_block=True))
 
 
 def request_state(params: SamplingParams | None) -> RequestState | None:

@@ -9,7 +9,7 @@ block that one round freed may be the target of a later round's copy on write.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from randkv.config import RandKVConfig, RequestPolicy
 from randkv.planner import BlockCopy, RoundPlan, is_due, next_due
 from randkv.selection import stream_key
 from randkv.stats import CompactionStats, FinishedRequest, PolicyStats
+from randkv.vllm.ranks import RankCounts
 from randkv.vllm.report import KVCacheReport
 
 
@@ -89,6 +90,7 @@ class SchedulerPolicy:
 
     Attributes:
         stats: Since they were last taken; for ever, in an engine that does not log stats.
+        ranks: The counts of all ranks; None when there is one, which reports with its output.
     """
 
     def __init__(self, kv_cache_manager: KVCacheManager) -> None:
@@ -99,6 +101,7 @@ class SchedulerPolicy:
         self._block_bytes = sum(t.size for t in config.kv_cache_tensors) // config.num_blocks
         self._log_stats = kv_cache_manager.log_stats
         self.stats = PolicyStats()
+        self.ranks: RankCounts | None = None
         self._replaying: dict[str, Request] = {}
         self._pool = kv_cache_manager.block_pool
         self._block_size = self._manager.block_size
@@ -136,17 +139,22 @@ class SchedulerPolicy:
         One that lacks blocks for copy on write is left to `run_due_round`, whose caller preempts.
         """
         for request in running:
-            if not self._has_all_tokens_in_flight(request):
+            if not self._is_passed_over(request):
                 self.run_due_round(request)
 
-    def _has_all_tokens_in_flight(self, request: Request) -> bool:
-        """Asynchronous scheduling: the step with the last token is under way, no other follows.
+    def _is_passed_over(self, request: Request) -> bool:
+        """Whether no token of the request can be scheduled in this step.
+
+        In a pipeline, because the token to compute next has not come back yet; with asynchronous
+        scheduling, because the step with the last token is under way. Either may be the last step.
 
         Source: the conditions by which `Scheduler.schedule` passes over such a request.
         """
         in_flight = request.num_output_placeholders
         last = request.num_prompt_tokens + request.max_tokens
         computed = request.num_computed_tokens
+        if computed >= request.num_tokens + in_flight:
+            return True
         reaches_max_tokens = in_flight > 0 and computed + 2 - in_flight >= last
         return bool(reaches_max_tokens or computed >= self._max_model_len - 1)
 
@@ -267,13 +275,20 @@ class SchedulerPolicy:
     def add_compaction(self, compaction: CompactionStats | None) -> None:
         """Take in what the worker counted."""
         if compaction is not None and self._log_stats:
-            total = self.stats.compaction
-            total.evicted_pairs += compaction.evicted_pairs
-            total.copied_pairs += compaction.copied_pairs
-            total.seconds += compaction.seconds
+            self.stats.compaction.seconds += compaction.seconds
+            if self.ranks is None:
+                self._add_pairs(compaction.evicted_pairs, compaction.copied_pairs)
+            else:
+                self.ranks.on_compaction()
 
-    def take_stats(self, running: Iterable[Request]) -> dict[str, Any]:
+    def _add_pairs(self, evicted: int, copied: int) -> None:
+        self.stats.compaction.evicted_pairs += evicted
+        self.stats.compaction.copied_pairs += copied
+
+    def take_stats(self, running: Collection[Request]) -> dict[str, Any]:
         """`PolicyStats` since the last time, as a dict: it travels to the front end."""
+        if self.ranks is not None:
+            self._add_pairs(*self.ranks.take(idle=not running))
         stats, self.stats = self.stats, PolicyStats()
         saved_blocks = 0
         for request in running:

@@ -77,14 +77,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "set --prefill-context-parallel-size 1",
     ),
     Refusal(
-        "tensor parallelism",
-        lambda c: c.parallel_config.tensor_parallel_size > 1,
-        "set --tensor-parallel-size 1",
-    ),
-    Refusal(
-        "pipeline parallelism",
-        lambda c: c.parallel_config.pipeline_parallel_size > 1,
-        "set --pipeline-parallel-size 1",
+        "expert parallelism",
+        lambda c: c.parallel_config.enable_expert_parallel,
+        "remove --enable-expert-parallel, and experts are sharded by tensor parallelism",
     ),
     Refusal(
         "microbatching (dual batch overlap)",

@@ -25,6 +25,7 @@ from randkv.errors import RandKVLayoutError
 from randkv.kv_layout import KVLayout, WriteTokens, derived_layout, strided_layout
 from randkv.planner import RoundPlan
 from randkv.stats import CompactionStats
+from randkv.vllm.ranks import first_kv_head, is_reporting
 from randkv.vllm.support import refuse_unsupported_layers
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class WorkerPolicy(ABC):
             kv_caches,
             layout,
             layers=[extract_layer_index(name) for name in names],
-            first_kv_head=0,
+            first_kv_head=first_kv_head(runner.vllm_config),
             manager_block_size=groups[0].kv_cache_spec.block_size,
         )
         logger.info_once(
@@ -124,25 +125,31 @@ class WorkerPolicy(ABC):
         seconds = time.perf_counter() - start
         self.num_rounds += len(scheduler_output.kv_cache_rounds)
         self.seconds += seconds
-        self._collect([seconds])
+        self.collect([seconds])
 
     def take_stats(self) -> CompactionStats | None:
         """What was done since the last time; None when nothing was."""
-        self._collect()
+        self.collect()
         stats, self._untold = self._untold, None
         return stats
 
-    def _collect(self, host_seconds: Sequence[float] = ()) -> None:
-        """Note what the compactor has finished, which on a GPU lags behind what it was given."""
+    def collect(self, host_seconds: Sequence[float] = ()) -> PairCounts:
+        """Note what the compactor has finished, which on a GPU lags behind what it was given.
+
+        Returns:
+            `pairs`, all of them so far.
+        """
         assert self.compactor is not None
         (evicted, copied), device_seconds = self.compactor.take_progress()
         seconds = host_seconds if device_seconds is None else device_seconds
         if evicted or seconds:
             self.pairs = PairCounts(self.pairs.evicted + evicted, self.pairs.copied + copied)
-            self._untold = stats = self._untold or CompactionStats()
-            stats.evicted_pairs += evicted
-            stats.copied_pairs += copied
-            stats.seconds.extend(seconds)
+            if is_reporting():
+                self._untold = stats = self._untold or CompactionStats()
+                stats.evicted_pairs += evicted
+                stats.copied_pairs += copied
+                stats.seconds.extend(seconds)
+        return self.pairs
 
     def _compact(self, batch: list[tuple[RoundPlan, list[int]]]) -> None:
         if batch:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from randkv.config import RandKVConfig, RequestPolicy
 from randkv.planner import RoundPlan
+from tests.engine.on_worker import remembered
 from tests.engine.oracle import Comparison, Oracle
 
 POLICY: dict[str, Any] = {"type": "randkv", "budget": 48, "buffer_size": 8}
@@ -98,6 +99,11 @@ class Engine:
     def is_v2(self) -> bool:
         return not isinstance(self.runner, GPUModelRunner)
 
+    def on_every_rank(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Results of ``function(worker, *args)``, by rank; after the steps scheduled so far."""
+        results: list[Any] = self.core.model_executor.collective_rpc(function, args=args)
+        return results
+
     def request(self, request_id: str) -> Request:
         """The scheduler's request with this external id."""
         return next(
@@ -165,11 +171,9 @@ class Engine:
         free = self.pool.get_num_free_blocks()
         assert free == self.num_blocks, f"{free} of {self.num_blocks} blocks are free"
         assert not [b for b in self.pool.blocks if b.ref_cnt and not b.is_null]
-        if self.runner.kv_cache_policy is not None:
-            left = [*self.runner.kv_cache_policy._evicted_tokens]
-            if self.is_v2:
-                left += self.runner.kv_cache_policy._blocks
-            assert not left, f"the worker remembers finished requests: {left}"
+        if self.scheduler.kv_cache_policy is not None:
+            for left in self.on_every_rank(remembered):
+                assert not left, f"a worker remembers finished requests: {left}"
 
     def close(self) -> None:
         self.core.shutdown()

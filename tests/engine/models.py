@@ -7,7 +7,14 @@ import shutil
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 SMOLLM2 = Path(__file__).parents[2] / "models" / "smollm2-135m-instruct"
 TINY_VOCABULARY = 512
@@ -36,6 +43,45 @@ def make_tiny_model(directory: Path, vocab_size: int = TINY_VOCABULARY) -> Path:
     )
     LlamaForCausalLM(config).to(torch.float32).save_pretrained(directory)
     return directory
+
+
+def make_qwen3_model(directory: Path) -> Path:
+    """Random weights: 3 layers, 8 query heads on 4 KV heads of size 32."""
+    torch.manual_seed(21)
+    config = Qwen3Config(**_QWEN3, num_attention_heads=8, num_key_value_heads=4)
+    Qwen3ForCausalLM(config).to(torch.float32).save_pretrained(directory)
+    return directory
+
+
+def make_qwen3_moe_model(directory: Path) -> Path:
+    """Random weights: 3 layers of 4 experts, 4 query heads on 1 KV head of size 32."""
+    torch.manual_seed(22)
+    config = Qwen3MoeConfig(
+        **_QWEN3,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    )
+    Qwen3MoeForCausalLM(config).to(torch.float32).save_pretrained(directory)
+    return directory
+
+
+_QWEN3 = {
+    "vocab_size": TINY_VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.15,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+}
 
 
 def make_small_chat_model(directory: Path) -> Path:

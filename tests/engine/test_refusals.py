@@ -16,6 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 from randkv.errors import RandKVConfigError, RandKVPatchError, RandKVUnsupportedError
 from randkv.vllm.support import REFUSALS, refuse_unsupported, refuse_unsupported_layers
 from tests.engine.harness import DEFAULTS, Engine
+from tests.engine.models import make_qwen3_moe_model
 
 
 def config_of(model: Path, **options: Any) -> Any:
@@ -28,8 +29,6 @@ def config_of(model: Path, **options: Any) -> Any:
     ("options", "feature"),
     [
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative"),
-        ({"tensor_parallel_size": 2}, "tensor parallelism"),
-        ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"kv_offloading_size": 1.0}, "KV connectors"),
         ({"kv_sharing_fast_prefill": True}, "KV sharing fast prefill"),
     ],
@@ -43,9 +42,16 @@ def test_a_refused_option_is_named(tiny_model: Path, options: dict[str, Any], fe
 
 def test_all_reasons_are_listed_at_once(tiny_model: Path) -> None:
     with pytest.raises(Exception, match="kv_cache_policy cannot be used") as caught:
-        config_of(tiny_model, tensor_parallel_size=2, pipeline_parallel_size=2)
-    assert "--tensor-parallel-size 1" in str(caught.value)
-    assert "--pipeline-parallel-size 1" in str(caught.value)
+        config_of(tiny_model, kv_offloading_size=1.0, kv_sharing_fast_prefill=True)
+    assert "--kv-offloading-size" in str(caught.value)
+    assert "--kv-sharing-fast-prefill" in str(caught.value)
+
+
+def test_expert_parallelism_is_refused_and_tensor_parallelism_is_not(tmp_path: Path) -> None:
+    model = make_qwen3_moe_model(tmp_path)
+    config_of(model, tensor_parallel_size=2)
+    with pytest.raises(Exception, match="remove --enable-expert-parallel"):
+        config_of(model, tensor_parallel_size=2, enable_expert_parallel=True)
 
 
 def test_every_row_of_the_table_refuses(tiny_model: Path) -> None:
@@ -64,8 +70,7 @@ def test_every_row_of_the_table_refuses(tiny_model: Path) -> None:
         "diffusion models": {"model_config": {"is_diffusion": True}},
         "decode context parallelism": {"parallel_config": {"decode_context_parallel_size": 2}},
         "prefill context parallelism": {"parallel_config": {"prefill_context_parallel_size": 2}},
-        "tensor parallelism": {"parallel_config": {"tensor_parallel_size": 2}},
-        "pipeline parallelism": {"parallel_config": {"pipeline_parallel_size": 2}},
+        "expert parallelism": {"parallel_config": {"enable_expert_parallel": True}},
         "microbatching (dual batch overlap)": {"parallel_config": {"use_ubatching": True}},
         "KV connectors and KV transfer": {"kv_transfer_config": object()},
         "KV sharing fast prefill": {"cache_config": {"kv_sharing_fast_prefill": True}},
