@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #include "../philox.h"
-#include "../round.h"
+#include "compact_params.h"
 #if defined(RANDKV_SHIM)
 #include "../shim/cuda_shim.h"
 #else
@@ -17,30 +17,12 @@
 
 namespace randkv {
 
-constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kMaxLayers = 256;
 constexpr int kMaxLen = 1 << 30;     // slots of a request: keeps slot arithmetic within 32 bits
 constexpr int kCachedGroups = 1024;  // groups of 4 slots whose priorities stay in shared memory
 constexpr int kWindow = 512;         // moves listed at once; a head with more is scanned again
 constexpr int kUnroll = 2;           // loads in flight per thread while copying
-constexpr int kThreadBlocksPerProcessor = 4;  // at most 64 registers per thread, none spilled
 constexpr unsigned kAllLanes = 0xffffffffu;
-
-struct CompactParams {
-  uint8_t* caches[kMaxLayers];  // each [num_blocks, num_kv_heads, block_size, 2 * head_bytes]
-  const Round* rounds;          // [num_rounds]
-  const int32_t* block_ids;     // [num_block_ids]
-  const int32_t* layers;        // [num_layers], global indices
-  int64_t* counters;            // [kNumCounters]
-  int64_t num_block_ids, num_blocks;
-  int64_t block_stride, head_stride, slot_stride;  // bytes; a slot is its key, then its value
-  int32_t num_rounds, num_layers, num_kv_heads;
-  int32_t first_kv_head;  // global index
-  int32_t slot_bytes;     // key and value of one slot
-  int32_t block_size;
-  int32_t blocks_per_id;  // blocks of the caches in one block id
-};
 
 struct alignas(16) Vector16 {
   uint32_t word[4];

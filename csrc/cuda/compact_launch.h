@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <string>
 
-#include "compact_kernel.cuh"
+#include "compact_params.h"
 
 namespace randkv {
 

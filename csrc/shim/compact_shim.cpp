@@ -2,6 +2,8 @@
 // The kernel on the shim, behind a C function for the tests' ctypes.
 #include "compact_shim.h"
 
+#include "../cuda/compact_kernel.cuh"
+
 namespace randkv {
 
 std::string launch_on_shim(const CompactParams& params, unsigned grid_size, uint64_t seed) {

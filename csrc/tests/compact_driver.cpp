@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "../philox.h"
 #include "../shim/compact_shim.h"
 
 namespace {
