@@ -84,7 +84,6 @@ class Compaction {
         locate(num_listed);
         __syncthreads();  // offsets are listed
         copy(params_.caches[layer], num_listed);
-        __syncthreads();  // the lists are free
         first_move += kWindow;
       } while (first_move < num_holes);
       if (thread_ == 0) {
@@ -191,6 +190,8 @@ class Compaction {
   //
   //   slots   first_slot ... new_len ... old_len
   //           evicted: holes | kept: sources
+  //
+  // The lists are written behind the barrier of a sum, when no thread copies any more.
   __device__ int list_moves(const Threshold& threshold, int first_move) {
     const int first = shared_.round.first_slot, stop = shared_.round.stop_slot;
     int num_holes = 0, num_sources = 0;

@@ -37,7 +37,8 @@ void add_round(Case& c, int64_t& num_ids, int slots_per_id, bool is_small) {
   const int budget = static_cast<int>(c.draw(1, is_small ? 60 : 3000));
   const int prompt = static_cast<int>(c.draw(0, budget));
   const int new_len = budget + buffer;
-  const int old_len = new_len + static_cast<int>(c.draw(0, std::max(buffer, 1)));
+  const int most = is_small ? std::max(buffer, 1) : 1200;  // so more than are listed at once
+  const int old_len = new_len + static_cast<int>(c.draw(0, most));
   c.rounds.push_back({static_cast<uint32_t>(c.random()), static_cast<uint32_t>(c.random()),
                       static_cast<uint32_t>(c.draw(0, 100)), prompt, old_len - buffer, old_len,
                       new_len, static_cast<int32_t>(num_ids)});
@@ -69,6 +70,7 @@ Case make_case(uint64_t seed, bool is_small) {
     const int32_t bad[] = {-1, static_cast<int32_t>(free_ids.size()), INT32_MAX, INT32_MIN};
     c.block_ids[c.draw(0, num_ids - 1)] = bad[c.draw(0, 3)];
     c.block_ids.resize(c.draw(1, num_ids));
+    c.block_ids.shrink_to_fit();  // so that AddressSanitizer sees what lies beyond
     Round& round = c.rounds[c.draw(0, static_cast<int64_t>(c.rounds.size()) - 1)];
     if (c.draw(0, 1)) round.new_len = round.first_slot - 1;
   }
