@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import subprocess
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -162,6 +163,63 @@ class ShimCompactor:
         )
         if error:
             raise RuntimeError(error.decode())
+
+
+@cache
+def cuda_operator() -> Callable[..., None]:
+    """`randkv::compact` with its CUDA kernel; the library is built if it is not there."""
+    if not (BUILD / "librandkv_cuda.so").exists():
+        make("cuda")
+    if not hasattr(torch.ops.randkv, "compact"):  # the CPU library, which defines it, is not loaded
+        header = (REPOSITORY / "csrc" / "schema.h").read_text()
+        schema = "".join(re.findall(r'"(.*)"', header)).removeprefix("compact")
+        torch.library.define("randkv::compact", schema)
+    torch.ops.load_library(BUILD / "librandkv_cuda.so")
+    return torch.ops.randkv.compact  # type: ignore[no-any-return]
+
+
+class CudaCompactor:
+    """The CUDA kernel on a GPU."""
+
+    def __init__(
+        self,
+        kv_caches: Sequence[torch.Tensor],
+        layout: KVLayout,
+        *,
+        layers: Sequence[int],
+        first_kv_head: int,
+        manager_block_size: int,
+    ) -> None:
+        self._caches = list(kv_caches)
+        self._device = kv_caches[0].device
+        self._layout = torch.from_numpy(operator_layout(layout))
+        self._layers = torch.tensor(layers, dtype=torch.int32, device=self._device)
+        self._first_kv_head = first_kv_head
+        self._manager_block_size = manager_block_size
+        self._workspace = torch.zeros(0, dtype=torch.int32, device=self._device)
+        self.counters = torch.zeros(3, dtype=torch.int64, device=self._device)
+
+    def compact(self, rounds: Rounds) -> PairCounts:
+        before = self.counters.clone()
+        self.enqueue(*self.on_device(rounds))
+        return PairCounts(*(self.counters - before)[:2].tolist())
+
+    def on_device(self, rounds: Rounds) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, block_ids = operator_rounds(rounds)
+        return torch.from_numpy(rows).to(self._device), torch.from_numpy(block_ids).to(self._device)
+
+    def enqueue(self, rows: torch.Tensor, block_ids: torch.Tensor) -> None:
+        cuda_operator()(
+            self._caches,
+            rows,
+            block_ids,
+            self._layers,
+            self._layout,
+            self._first_kv_head,
+            self._manager_block_size,
+            self._workspace,
+            self.counters,
+        )
 
 
 BACK_ENDS: dict[str, Callable[..., Compactor]] = {

@@ -23,8 +23,8 @@ class Case(NamedTuple):
     arguments: dict[str, object]  # of a compactor, besides the caches and their layout
     rounds: Rounds
 
-    def copy(self) -> Case:
-        memory = self.memory.clone()
+    def copy(self, device: str = "cpu") -> Case:
+        memory = self.memory.to(device, copy=True)
         return self._replace(memory=memory, kv_caches=[_moved(c, memory) for c in self.kv_caches])
 
     def compactor(self, make: object, **more: object) -> Compactor:
