@@ -109,7 +109,7 @@ void compact(std::vector<Tensor> kv_caches, Tensor rounds, Tensor block_ids, Ten
   const torch::stable::accelerator::DeviceGuard guard(device);
   void* stream = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  const std::string launch_error = randkv::launch_compact(params, stream);
+  const std::string launch_error = randkv::launch_compact(params, device, stream);
   STD_TORCH_CHECK(launch_error.empty(), "CUDA: ", launch_error);
 }
 

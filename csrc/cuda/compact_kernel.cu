@@ -8,9 +8,9 @@
 
 namespace randkv {
 
-std::string launch_compact(const CompactParams& params, void* stream) {
-  int device = 0, num_processors = 0;
-  cudaError_t error = cudaGetDevice(&device);
+std::string launch_compact(const CompactParams& params, int device, void* stream) {
+  int num_processors = 0;
+  cudaError_t error = cudaSetDevice(device);  // this library has a CUDA runtime of its own
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&num_processors, cudaDevAttrMultiProcessorCount, device);
   }

@@ -106,7 +106,8 @@ inline unsigned num_thread_blocks(const CompactParams& params, int num_processor
   return static_cast<unsigned>(items < most ? items : most);
 }
 
-// Launch on a CUDA stream of the current device; returns the error, or "". Waits for nothing.
-std::string launch_compact(const CompactParams& params, void* stream);
+// Launch on a CUDA stream of `device`, which becomes the current one; returns the error, or "".
+// Waits for nothing.
+std::string launch_compact(const CompactParams& params, int device, void* stream);
 
 }  // namespace randkv

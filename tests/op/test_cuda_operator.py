@@ -39,7 +39,7 @@ SUBSTITUTIONS = [
     (
         '#include "compact_launch.h"',
         '#include "../shim/compact_shim.h"\n#include "../schema.h"\n'
-        "std::string randkv::launch_compact(const CompactParams& params, void*) {\n"
+        "std::string randkv::launch_compact(const CompactParams& params, int, void*) {\n"
         "  return launch_on_shim(params, 2, 0);\n}",
     ),
 ]
