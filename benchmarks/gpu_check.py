@@ -13,6 +13,7 @@ import argparse
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -90,13 +91,13 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() / statistics.median(seconds[2:])
 
 
-def timed(call: object) -> tuple[float, float]:
+def timed(call: Callable[[], object]) -> tuple[float, float]:
     """Seconds on the GPU, and until the call came back."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     start.record()
     began = time.perf_counter()
-    call()  # type: ignore[operator]
+    call()
     host = time.perf_counter() - began
     end.record()
     torch.cuda.synchronize()
@@ -124,6 +125,34 @@ def measure(shape: Shape, num_requests: int) -> Row:
     return Row(gpu, host, 2 * pairs * 2 * shape.head_size * 2)
 
 
+def report() -> None:
+    bandwidth = copy_bandwidth()
+    sys.stdout.write(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bfloat16, K={BUDGET} "
+        f"r={BUFFER_SIZE}, blocks of {BLOCK_SIZE} slots\n"
+        f"plain copy of {COPY_BYTES / 2e9:.1f} GB: {bandwidth / 1e9:.0f} GB/s, read and write\n"
+        f"median of {NUM_LAUNCHES} launches, each timed alone by events around it\n\n"
+        "shape      requests   GPU ms   call ms   MB moved     GB/s   of copy\n"
+    )
+    for shape in SHAPES:
+        for num_requests in NUM_REQUESTS:
+            sys.stdout.write(f"{shape.name:<10} {num_requests:>8} ")
+            needed = max(num_requests, 32) * BLOCKS * shape.num_layers * shape.block_bytes()
+            torch.cuda.empty_cache()
+            free = torch.cuda.mem_get_info()[0]
+            if needed > 0.9 * free:
+                sys.stdout.write(
+                    f"not measured: needs {needed / 2**30:.0f} GiB, {free / 2**30:.0f} are free\n"
+                )
+                continue
+            row = measure(shape, num_requests)
+            rate = row.num_bytes / row.gpu
+            sys.stdout.write(
+                f"{row.gpu * 1e3:>8.3f} {row.host * 1e3:>9.3f} {row.num_bytes / 1e6:>10.1f} "
+                f"{rate / 1e9:>8.0f} {rate / bandwidth:>8.1%}\n"
+            )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -131,39 +160,14 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="one small launch, not timed")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        print("error: no NVIDIA GPU that PyTorch can use", file=sys.stderr)  # noqa: T201
+        sys.stderr.write("error: no NVIDIA GPU that PyTorch can use\n")
         return 2
     if arguments.small:
         compactor = compactor_of(Shape("small", 2, 2, 64), 2)
         compactor.enqueue(*rounds_of(compactor, 0, 2, 2))
-        print("counters", compactor.counters.tolist())  # noqa: T201
+        sys.stdout.write(f"counters {compactor.counters.tolist()}\n")
         return 0
-    bandwidth = copy_bandwidth()
-    print(  # noqa: T201
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, K={BUDGET} r={BUFFER_SIZE} "
-        f"block {BLOCK_SIZE}, bfloat16\n"
-        f"plain copy of {COPY_BYTES // 2 / 1e9:.1f} GB: {bandwidth / 1e9:.0f} GB/s, read and write\n"
-        f"median of {NUM_LAUNCHES} launches, each timed alone by events around it:\n\n"
-        "shape      requests   GPU ms   call ms   MB moved     GB/s   of copy"
-    )
-    for shape in SHAPES:
-        for num_requests in NUM_REQUESTS:
-            blocks = max(num_requests, 32) * BLOCKS
-            needed = blocks * shape.num_layers * shape.block_bytes()
-            torch.cuda.empty_cache()
-            free = torch.cuda.mem_get_info()[0]
-            if needed > 0.9 * free:
-                print(  # noqa: T201
-                    f"{shape.name:<10} {num_requests:>8}   not measured: needs {needed / 2**30:.0f} "
-                    f"GiB of caches, {free / 2**30:.0f} GiB free"
-                )
-                continue
-            row = measure(shape, num_requests)
-            rate = row.num_bytes / row.gpu
-            print(  # noqa: T201
-                f"{shape.name:<10} {num_requests:>8} {row.gpu * 1e3:>8.3f} {row.host * 1e3:>9.3f} "
-                f"{row.num_bytes / 1e6:>10.1f} {rate / 1e9:>8.0f} {rate / bandwidth:>8.1%}"
-            )
+    report()
     return 0
 
 

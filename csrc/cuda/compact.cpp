@@ -6,7 +6,6 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <limits>
 #include <vector>
 
 #include "compact_launch.h"
@@ -97,7 +96,7 @@ void compact(std::vector<Tensor> kv_caches, Tensor rounds, Tensor block_ids, Ten
                  first_kv_head, manager_block_size);
   STD_TORCH_CHECK(error.empty(), error);
   const int64_t items_per_round = int64_t{params.num_layers} * params.num_kv_heads;
-  STD_TORCH_CHECK(rounds.size(0) <= std::numeric_limits<int32_t>::max() / items_per_round,
+  STD_TORCH_CHECK(rounds.size(0) <= randkv::kMaxItems / items_per_round,
                   "rounds has ", rounds.size(0), " rows, more than can be numbered");
   params.num_rounds = static_cast<int32_t>(rounds.size(0));
   params.rounds = static_cast<const randkv::Round*>(rounds.data_ptr());

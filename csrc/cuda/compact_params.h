@@ -11,6 +11,7 @@ namespace randkv {
 constexpr int kThreads = 256;                 // of a block of threads
 constexpr int kThreadBlocksPerProcessor = 4;  // so 64 registers per thread, of which none spills
 constexpr int kMaxLayers = 256;
+constexpr int kMaxItems = 1 << 30;            // (round, layer, KV head) of one launch
 
 struct CompactParams {
   uint8_t* caches[kMaxLayers];  // each [num_blocks, num_kv_heads, block_size], strided, of slots

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -27,9 +28,9 @@ class Case(NamedTuple):
         memory = self.memory.to(device, copy=True)
         return self._replace(memory=memory, kv_caches=[_moved(c, memory) for c in self.kv_caches])
 
-    def compactor(self, make: object, **more: object) -> Compactor:
+    def compactor(self, make: Callable[..., Compactor], **more: object) -> Compactor:
         layout = strided_layout(self.kv_caches[0])
-        return make(self.kv_caches, layout, **self.arguments, **more)  # type: ignore[operator]
+        return make(self.kv_caches, layout, **self.arguments, **more)
 
 
 def _moved(view: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:

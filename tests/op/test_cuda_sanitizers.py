@@ -76,6 +76,13 @@ FAULTS = [
         "wait at different barriers",
     ),
     Fault(
+        "thread that leaves early",
+        "const int num_items =",
+        "if (thread_ == 7) return;\n    const int num_items =",
+        "asan",
+        "1 threads have exited",
+    ),
+    Fault(
         "off by one in the pairing of holes",
         "static_cast<int>(before >> 16) - first_move;",
         "static_cast<int>(before >> 16) - first_move + 1;",
