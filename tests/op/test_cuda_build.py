@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,23 @@ def test_the_library_asks_for_no_cuda_runtime_but_torchs(ptxas_log: str) -> None
     needed = re.findall(r"NEEDED.*\[(\S+?)\.so", listing)
     assert {"libtorch_cuda", "libtorch_cpu"} <= set(needed)
     assert not [name for name in needed if "cudart" in name or "torch_python" in name]
+
+
+def test_the_library_loads_and_registers_its_kernel(ptxas_log: str, tmp_path: Path) -> None:
+    """With a stand-in for libtorch_cuda.so, which the CPU build of PyTorch lacks."""
+    assert ptxas_log
+    stand_in = tmp_path / "libtorch_cuda.so"
+    subprocess.run(
+        ["g++", "-shared", "-Wl,-soname,libtorch_cuda.so", "-x", "c++", "-", "-o", stand_in],
+        input='extern "C" int aoti_torch_get_current_cuda_stream(int, void**) { return 1; }',
+        text=True,
+        check=True,
+    )
+    script = (
+        "import ctypes, torch\n"
+        f"ctypes.CDLL({str(stand_in)!r})\n"
+        "from tests.op.back_ends import cuda_operator\n"
+        "cuda_operator()\n"
+        "assert torch._C._dispatch_has_kernel_for_dispatch_key('randkv::compact', 'CUDA')\n"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, check=True)
