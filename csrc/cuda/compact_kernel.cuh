@@ -60,13 +60,12 @@ class Compaction {
       shared_.num_evicted = shared_.num_moves = shared_.num_refused = 0;
       shared_.num_skipped = 0;
     }
-    __syncthreads();
     const int num_heads = params_.num_kv_heads;
     const int num_items = params_.num_rounds * params_.num_layers * num_heads;
     for (int item = blockIdx.x; item < num_items; item += gridDim.x) {
       const int layer = item / num_heads % params_.num_layers;
       head_ = item % num_heads;
-      __syncthreads();  // the last item's round is no longer read
+      __syncthreads();  // counts are zero; the last item's round is no longer read
       if (thread_ == 0) shared_.round = params_.rounds[item / num_heads / params_.num_layers];
       __syncthreads();
       layer_id_ = static_cast<uint32_t>(params_.layers[layer]);

@@ -53,7 +53,8 @@ inline std::string set_layout(CompactParams& params, const CacheTensor& cache,
     return "first_kv_head is " + text(first_kv_head);
   }
   if (num_layout != 5 + 2 * block_size + 2 * head_size) {
-    return "layout has " + text(num_layout) + " entries, not 5 + 2 * block_size + 2 * head_size = " +
+    return "layout has " + text(num_layout) +
+           " entries, not 5 + 2 * block_size + 2 * head_size = " +
            text(5 + 2 * block_size + 2 * head_size);
   }
   const int64_t expected[5] = {block_size, num_kv_heads, head_size, block_stride, head_stride};

@@ -70,7 +70,7 @@ FAULTS = [
     Fault("one buffer for all sums", "sum_buffer_ ^= 1;", "", "tsan", "ThreadSanitizer: data race"),
     Fault(
         "barrier that some threads skip",
-        "__syncthreads();  // the last item's round is no longer read",
+        "__syncthreads();  // counts are zero; the last item's round is no longer read",
         "if (thread_ < 128) __syncthreads();",
         "asan",
         "wait at different barriers",
