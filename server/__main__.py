@@ -14,8 +14,8 @@ import urllib.error
 import urllib.request
 from argparse import Namespace
 
-from randkv import patching
-from randkv.errors import RandKVPatchError
+from randkv import compactor, patching
+from randkv.errors import RandKVCompactorError, RandKVPatchError
 from server.options import parse_arguments
 from server.record import write_line
 
@@ -59,11 +59,19 @@ def main() -> int:
         sys.stderr.write(f"error: {error}\n")
         return 1
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # nothing is sent anywhere unless asked for
+    # Huge pages where the system grants them: rounds touch a little of much memory.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.platforms import current_platform
 
     cli_env_setup()
     parsed = parse_arguments(sys.argv[1:])
+    try:
+        compactor.check(parsed.kv_cache_compactor, current_platform.device_type)
+    except RandKVCompactorError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
     if not parsed.headless and not parsed.uds:
         threading.Thread(target=announce, args=(parsed,), daemon=True).start()
     ServeSubcommand.cmd(parsed)

@@ -32,7 +32,8 @@ void randkv_select(const Round* round, int32_t num_layers, int32_t num_kv_heads,
   randkv::Selector selector;
   for (int32_t layer = 0; layer < num_layers; ++layer) {
     for (int32_t head = 0; head < num_kv_heads; ++head) {
-      for (const int32_t slot : selector.evicted_slots(*round, layer, head)) *evicted++ = slot;
+      selector.begin(*round, layer, head);
+      for (const int32_t slot : selector.finish()) *evicted++ = slot;
     }
   }
 }
@@ -40,14 +41,15 @@ void randkv_select(const Round* round, int32_t num_layers, int32_t num_kv_heads,
 void randkv_move(const Round* round, int32_t num_layers, char* const* caches,
                  const int32_t* block_ids, const int64_t* numbers, int64_t element_bytes,
                  int64_t manager_block_size, const int32_t* evicted) {
-  const Layout layout(numbers, element_bytes);
+  const Layout layout(numbers, element_bytes, true);
   randkv::Mover mover(layout, manager_block_size);
   const int32_t num_evict = round->old_len - round->new_len;
   std::vector<int32_t> slots(num_evict);
   for_each_head(num_layers, layout.num_kv_heads, evicted, num_evict,
                 [&](int32_t layer, int64_t head, const int32_t* first) {
                   slots.assign(first, first + num_evict);
-                  mover.move(*round, block_ids, caches[layer] + head * layout.head_stride, slots);
+                  mover.move(*round, block_ids, caches[layer] + head * layout.head_stride, slots,
+                             [] {});
                 });
 }
 

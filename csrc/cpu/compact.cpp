@@ -76,7 +76,13 @@ void compact(std::vector<Tensor> kv_caches, Tensor rounds, Tensor block_ids, Ten
                         cache.size(0) == first.size(0),
                     "randkv::compact: every KV cache must be on the CPU, of one shape and dtype");
   }
-  const Layout slots(numbers, static_cast<int64_t>(first.element_size()));
+  std::vector<char*> caches;
+  bool is_aligned = true;
+  for (Tensor& cache : kv_caches) {
+    caches.push_back(static_cast<char*>(cache.mutable_data_ptr()));
+    is_aligned = is_aligned && reinterpret_cast<uintptr_t>(caches.back()) % 4 == 0;
+  }
+  const Layout slots(numbers, static_cast<int64_t>(first.element_size()), is_aligned);
   STD_TORCH_CHECK(first.size(1) == slots.num_kv_heads && first.size(2) == slots.block_size &&
                       first.size(3) == 2 * slots.head_size,
                   "randkv::compact: the layout is not that of the KV caches");
@@ -88,8 +94,6 @@ void compact(std::vector<Tensor> kv_caches, Tensor rounds, Tensor block_ids, Ten
   const auto* layer_indices = static_cast<const int32_t*>(layers.data_ptr());
   check_rounds(plans, rounds.size(0), ids, block_ids.numel(), manager_block_size,
                first.size(0) / (manager_block_size / slots.block_size));
-  std::vector<char*> caches;
-  for (Tensor& cache : kv_caches) caches.push_back(static_cast<char*>(cache.mutable_data_ptr()));
 
   std::atomic<int64_t> num_evicted{0}, num_copied{0};
   const int64_t num_heads = slots.num_kv_heads;
@@ -98,15 +102,25 @@ void compact(std::vector<Tensor> kv_caches, Tensor rounds, Tensor block_ids, Ten
         Selector selector;
         Mover mover(slots, manager_block_size);
         int64_t evicted = 0, copied = 0;
+        const auto round_of = [&](int64_t item) -> const Round& {
+          return plans[item / num_heads / num_layers];
+        };
+        const auto select = [&](int64_t item) {
+          selector.begin(round_of(item),
+                         static_cast<uint32_t>(layer_indices[item / num_heads % num_layers]),
+                         static_cast<uint32_t>(first_kv_head + item % num_heads));
+        };
+        std::vector<int32_t> gone;
+        select(begin);
         for (int64_t item = begin; item < end; ++item) {
-          const Round& round = plans[item / num_heads / num_layers];
-          const int64_t layer = item / num_heads % num_layers, head = item % num_heads;
-          const std::vector<int32_t>& gone = selector.evicted_slots(
-              round, static_cast<uint32_t>(layer_indices[layer]),
-              static_cast<uint32_t>(first_kv_head + head));
+          gone = selector.finish();
+          if (item + 1 < end) select(item + 1);
+          const Round& round = round_of(item);
+          char* cache = caches[static_cast<size_t>(item / num_heads % num_layers)];
           evicted += static_cast<int64_t>(gone.size());
           copied += mover.move(round, ids + round.first_block,
-                               caches[static_cast<size_t>(layer)] + head * slots.head_stride, gone);
+                               cache + item % num_heads * slots.head_stride, gone,
+                               [&] { selector.advance(); });
         }
         num_evicted += evicted;
         num_copied += copied;

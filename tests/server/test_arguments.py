@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from server.options import DEFAULT_MODEL, parse_arguments
@@ -30,3 +34,19 @@ def test_another_model_gets_the_defaults_of_vllm(arguments: list[str]) -> None:
     assert parsed.served_model_name is None
     assert parsed.enforce_eager is not True
     assert parsed.kv_cache_policy == "dense"
+
+
+def test_a_compactor_that_cannot_be_loaded_ends_the_start(tmp_path: Path) -> None:
+    """With the remedy, and without falling back to another."""
+    script = (
+        "import pathlib, sys; from randkv.compactor import native; import server.__main__ as m; "
+        f"native.LIBRARIES = pathlib.Path({str(tmp_path)!r}); "
+        "sys.argv = ['server', '--port', '1']; sys.exit(m.main())"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 1
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"error: the native compactor {tmp_path}/librandkv_cpu.so cannot be")
+    assert last.endswith("or choose --kv-cache-compactor pytorch.")
