@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test lint format bench bench-compactor clean
+.PHONY: help setup serve test lint format bench bench-compactor gpu-check clean
 python := .venv/bin/python
 ARGS ?=
 
@@ -34,6 +34,9 @@ bench: setup ## Measure the share of compaction, and what patch and front end co
 
 bench-compactor: setup ## Time the native compactor against the PyTorch one on a CPU thread
 	@$(python) -m benchmarks.compactor $(ARGS)
+
+gpu-check: ## On a machine with an NVIDIA GPU, no network needed: check and time the CUDA compactor
+	@./deploy/gpu-check/run.sh
 
 clean: ## Remove .venv/ and models/
 	rm -rf .venv models build randkv/compactor/lib

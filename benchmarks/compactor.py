@@ -67,10 +67,11 @@ def main() -> int:
     compacted_len = BUDGET + BUFFER_SIZE
     old_len = compacted_len + BUFFER_SIZE
     num_blocks = -(-old_len // block_size)
-    shape = (num_blocks + 1, NUM_KV_HEADS, block_size, 2 * HEAD_SIZE)
+    # Of eight such requests, so that tensors are not much smaller than an engine's.
+    shape = (8 * num_blocks, NUM_KV_HEADS, block_size, 2 * HEAD_SIZE)
     caches = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(NUM_LAYERS)]
     layout = derived_layout(caches[0], cpu_writer(isa, "auto"))
-    block_ids = (1 + np.random.default_rng(0).permutation(num_blocks)).astype(np.int32)
+    block_ids = np.random.default_rng(0).permutation(shape[0])[:num_blocks].astype(np.int32)
     back_ends = {
         name: make_compactor(
             name,  # type: ignore[arg-type]

@@ -18,10 +18,11 @@ from typing import NamedTuple
 
 import torch
 
+from randkv.compactor.cuda import CUDACompactor
+from randkv.compactor.native import pack_rounds
 from randkv.kv_layout import strided_layout
 from randkv.planner import RoundPlan
 from randkv.selection import stream_key
-from tests.op.back_ends import CudaCompactor
 
 BUDGET, BUFFER_SIZE, BLOCK_SIZE, PROMPT_LEN = 2048, 64, 16, 200
 BLOCKS = -(-(BUDGET + 2 * BUFFER_SIZE) // BLOCK_SIZE)
@@ -46,41 +47,40 @@ SHAPES = (Shape("Qwen3-4B", 36, 8, 128), Shape("Qwen3-32B", 64, 8, 128))
 
 
 class Row(NamedTuple):
-    """Of one shape and number of requests; seconds, medians."""
+    """Of one shape and number of requests; seconds, medians.
+
+    `gpu` is the kernel's time, `host` how long the engine's thread is busy with the call: packing
+    the plans, staging them, and the launch.
+    """
 
     gpu: float
     host: float
     num_bytes: int  # read and written
 
 
-def compactor_of(shape: Shape, num_requests: int) -> CudaCompactor:
+Rounds = list[tuple[RoundPlan, range]]
+
+
+def compactor_of(shape: Shape, num_requests: int) -> CUDACompactor:
     """On zeros: what is moved does not matter to the time."""
     size = (num_requests * BLOCKS, shape.num_kv_heads, BLOCK_SIZE, 2 * shape.head_size)
     caches = [
         torch.zeros(size, dtype=torch.bfloat16, device="cuda") for _ in range(shape.num_layers)
     ]
-    return CudaCompactor(
-        caches,
-        strided_layout(caches[0]),
-        layers=range(shape.num_layers),
-        first_kv_head=0,
-        manager_block_size=BLOCK_SIZE,
-    )
+    return CUDACompactor(caches, strided_layout(caches[0]), range(shape.num_layers), 0, BLOCK_SIZE)
 
 
-def rounds_of(
-    compactor: CudaCompactor, first: int, num_requests: int, total: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rounds_of(first: int, num_requests: int, total: int) -> Rounds:
     """Rounds of requests [first, first + num_requests) of `total`, whose blocks are interleaved."""
     old_len = BUDGET + 2 * BUFFER_SIZE
-    rounds = []
+    rounds: Rounds = []
     for request in range(first, first + num_requests):
         key = stream_key(str(request), 0)
         plan = RoundPlan(
             str(request), 7, key, PROMPT_LEN, old_len, old_len - BUFFER_SIZE, BUFFER_SIZE, BLOCKS
         )
         rounds.append((plan, range(request, total * BLOCKS, total)))
-    return compactor.on_device(rounds)
+    return rounds
 
 
 def copy_bandwidth() -> float:
@@ -108,21 +108,21 @@ def measure(shape: Shape, num_requests: int) -> Row:
     """Launches take turns among requests, so that none finds its slots in the L2 cache."""
     total = max(num_requests, 32)
     compactor = compactor_of(shape, total)
-    turns = [
-        rounds_of(compactor, first, num_requests, total) for first in range(0, total, num_requests)
-    ]
+    turns = [rounds_of(first, num_requests, total) for first in range(0, total, num_requests)]
+    on_device = [torch.from_numpy(pack_rounds(turn)).cuda() for turn in turns]
     for turn in turns[:3]:
-        compactor.enqueue(*turn)
-    compactor.counters.zero_()
-    samples = []
+        compactor.compact(turn)
+    torch.cuda.synchronize()
+    compactor.take_progress()
+    gpu, host = [], []
     for launch in range(NUM_LAUNCHES):
-        turn = turns[launch % len(turns)]
-        samples.append(timed(lambda turn=turn: compactor.enqueue(*turn)))
-    evicted, copied, bad = compactor.counters.tolist()
+        packed, turn = on_device[launch % len(turns)], turns[launch % len(turns)]
+        gpu.append(timed(lambda p=packed: compactor._launch(p, num_requests))[0])
+        host.append(timed(lambda t=turn: compactor.compact(t))[1])
     pairs = num_requests * shape.num_layers * shape.num_kv_heads * BUFFER_SIZE
-    assert (evicted, copied, bad) == (NUM_LAUNCHES * pairs, NUM_LAUNCHES * pairs, 0)
-    gpu, host = (statistics.median(column) for column in zip(*samples, strict=True))
-    return Row(gpu, host, 2 * pairs * 2 * shape.head_size * 2)
+    assert compactor.take_progress().pairs == (2 * NUM_LAUNCHES * pairs,) * 2
+    num_bytes = 2 * pairs * 2 * shape.head_size * 2
+    return Row(statistics.median(gpu), statistics.median(host), num_bytes)
 
 
 def report() -> None:
@@ -164,8 +164,9 @@ def main() -> int:
         return 2
     if arguments.small:
         compactor = compactor_of(Shape("small", 2, 2, 64), 2)
-        compactor.enqueue(*rounds_of(compactor, 0, 2, 2))
-        sys.stdout.write(f"counters {compactor.counters.tolist()}\n")
+        compactor.compact(rounds_of(0, 2, 2))
+        torch.cuda.synchronize()
+        sys.stdout.write(f"pairs evicted and copied: {tuple(compactor.take_progress().pairs)}\n")
         return 0
     report()
     return 0

@@ -32,8 +32,7 @@ void randkv_select(const Round* round, int32_t num_layers, int32_t num_kv_heads,
   randkv::Selector selector;
   for (int32_t layer = 0; layer < num_layers; ++layer) {
     for (int32_t head = 0; head < num_kv_heads; ++head) {
-      selector.begin(*round, layer, head);
-      for (const int32_t slot : selector.finish()) *evicted++ = slot;
+      for (const int32_t slot : selector.evicted_slots(*round, layer, head)) *evicted++ = slot;
     }
   }
 }
@@ -48,8 +47,7 @@ void randkv_move(const Round* round, int32_t num_layers, char* const* caches,
   for_each_head(num_layers, layout.num_kv_heads, evicted, num_evict,
                 [&](int32_t layer, int64_t head, const int32_t* first) {
                   slots.assign(first, first + num_evict);
-                  mover.move(*round, block_ids, caches[layer] + head * layout.head_stride, slots,
-                             [] {});
+                  mover.move(*round, block_ids, caches[layer] + head * layout.head_stride, slots);
                 });
 }
 

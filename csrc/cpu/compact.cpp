@@ -102,25 +102,15 @@ void compact(std::vector<Tensor> kv_caches, Tensor rounds, Tensor block_ids, Ten
         Selector selector;
         Mover mover(slots, manager_block_size);
         int64_t evicted = 0, copied = 0;
-        const auto round_of = [&](int64_t item) -> const Round& {
-          return plans[item / num_heads / num_layers];
-        };
-        const auto select = [&](int64_t item) {
-          selector.begin(round_of(item),
-                         static_cast<uint32_t>(layer_indices[item / num_heads % num_layers]),
-                         static_cast<uint32_t>(first_kv_head + item % num_heads));
-        };
-        std::vector<int32_t> gone;
-        select(begin);
         for (int64_t item = begin; item < end; ++item) {
-          gone = selector.finish();
-          if (item + 1 < end) select(item + 1);
-          const Round& round = round_of(item);
-          char* cache = caches[static_cast<size_t>(item / num_heads % num_layers)];
+          const Round& round = plans[item / num_heads / num_layers];
+          const int64_t layer = item / num_heads % num_layers, head = item % num_heads;
+          const std::vector<int32_t>& gone = selector.evicted_slots(
+              round, static_cast<uint32_t>(layer_indices[layer]),
+              static_cast<uint32_t>(first_kv_head + head));
           evicted += static_cast<int64_t>(gone.size());
           copied += mover.move(round, ids + round.first_block,
-                               cache + item % num_heads * slots.head_stride, gone,
-                               [&] { selector.advance(); });
+                               caches[static_cast<size_t>(layer)] + head * slots.head_stride, gone);
         }
         num_evicted += evicted;
         num_copied += copied;

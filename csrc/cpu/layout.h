@@ -38,7 +38,7 @@ class SlotPart {
   // From `source` to `hole`, the addresses of two slots' parts. `next_source` and `next_hole`,
   // those of the next move, are brought into the cache meanwhile.
   void copy(const char* source, char* hole, const char* next_source, const char* next_hole) const {
-    if (is_interleaved_) return copy_interleaved(source, hole);
+    if (is_interleaved_) return copy_interleaved(source, hole, next_source, next_hole);
     switch (piece_bytes_) {
       case 1: return copy_pieces<1>(source, hole, next_source, next_hole);
       case 2: return copy_pieces<2>(source, hole, next_source, next_hole);
@@ -46,6 +46,7 @@ class SlotPart {
       case 8: return copy_pieces<8>(source, hole, next_source, next_hole);
       default:
         for (const int64_t piece : pieces_) {
+          fetch(next_source + piece, next_hole + piece, piece_bytes_);
           std::memcpy(hole + piece, source + piece, static_cast<size_t>(piece_bytes_));
         }
     }
@@ -68,18 +69,27 @@ class SlotPart {
     return slots_.size() % slots_per_word == 0;
   }
 
+  // Start to bring `bytes` of both into the cache.
+  static void fetch(const char* source, const char* hole, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) {
+      __builtin_prefetch(source + i, 0);
+      __builtin_prefetch(hole + i, 1);
+    }
+  }
+
   template <int Bytes>
   void copy_pieces(const char* source, char* hole, const char* next_source,
                    const char* next_hole) const {
     for (const int64_t piece : pieces_) {
-      __builtin_prefetch(next_source + piece, 0);
-      __builtin_prefetch(next_hole + piece, 1);
+      fetch(next_source + piece, next_hole + piece, Bytes);
       std::memcpy(hole + piece, source + piece, Bytes);
     }
   }
 
   // Slots that share words of four bytes: the part of each word that is this slot's is replaced.
-  void copy_interleaved(const char* source, char* hole) const {
+  void copy_interleaved(const char* source, char* hole, const char* next_source,
+                        const char* next_hole) const {
+    fetch(next_source, next_hole, static_cast<int64_t>(4 * pieces_.size()));
     const auto source_shift = reinterpret_cast<uintptr_t>(source) % 4 * 8;
     const auto hole_shift = reinterpret_cast<uintptr_t>(hole) % 4 * 8;
     const auto* from = reinterpret_cast<const uint32_t*>(source - source_shift / 8);

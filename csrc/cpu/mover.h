@@ -18,11 +18,9 @@ class Mover {
   Mover(const Layout& layout, int64_t manager_block_size)
       : layout_(layout), manager_block_size_(manager_block_size) {}
 
-  // Returns how many slots moved. `head` is where the KV head starts in the layer's cache;
-  // `meanwhile` is called after each move, while the next one's memory is on its way.
-  template <class F>
+  // Returns how many slots moved. `head` is where the KV head starts in the layer's cache.
   int64_t move(const Round& round, const int32_t* block_ids, char* head,
-               const std::vector<int32_t>& evicted, const F& meanwhile) {
+               const std::vector<int32_t>& evicted) {
     // Holes from the front; sources from new_len on, slots there that are not evicted.
     auto above = std::lower_bound(evicted.begin(), evicted.end(), round.new_len);
     const auto num_moves = static_cast<size_t>(above - evicted.begin());
@@ -36,8 +34,8 @@ class Mover {
       sources_.push_back(locate(block_ids, head, source));
       holes_.push_back(locate(block_ids, head, evicted[holes_.size()]));
     }
-    copy(layout_.key, meanwhile);
-    copy(layout_.value, meanwhile);
+    copy(layout_.key);
+    copy(layout_.value);
     return static_cast<int64_t>(num_moves);
   }
 
@@ -55,14 +53,12 @@ class Mover {
     return {head + block * layout_.block_stride, offset % layout_.block_size};
   }
 
-  template <class F>
-  void copy(const SlotPart& part, const F& meanwhile) const {
+  void copy(const SlotPart& part) const {
     const auto address = [&](const Place& place) { return place.block + part.slot(place.offset); };
     for (size_t i = 0; i < holes_.size(); ++i) {
       const size_t next = std::min(i + 1, holes_.size() - 1);
       part.copy(address(sources_[i]), address(holes_[i]), address(sources_[next]),
                 address(holes_[next]));
-      meanwhile();
     }
   }
 

@@ -38,86 +38,62 @@ RANDKV_CLONES static void compute_priorities(const Round& round, uint32_t layer,
   }
 }
 
-// Finds the evicted slots of one head after the other, in steps: computing is done while memory
-// that is being moved is on its way. Keeps its scratch space.
+// Finds evicted slots; keeps its scratch space from one head to the next.
 class Selector {
  public:
-  void begin(const Round& round, uint32_t layer, uint32_t kv_head) {
-    round_ = &round;
-    layer_ = layer;
-    kv_head_ = kv_head;
-    num_evict_ = static_cast<size_t>(round.old_len - round.new_len);
-    first_group_ = static_cast<uint32_t>(round.first_slot) / 4;
-    const int64_t stop_group = (static_cast<int64_t>(round.stop_slot) + 3) / 4;
-    const auto num_groups = static_cast<size_t>(num_evict_ == 0 ? 0 : stop_group - first_group_);
-    num_chunks_ = (num_groups + kLanes - 1) / kLanes;
-    priorities_.resize(4 * kLanes * num_chunks_);
-    below_.resize(priorities_.size());
-    chunk_ = num_below_ = 0;
+  // The evicted slots, ascending: the old_len - new_len candidates with the smallest
+  // (priority, slot). Valid until the next call.
+  const std::vector<int32_t>& evicted_slots(const Round& round, uint32_t layer, uint32_t kv_head) {
+    const auto num_evict = static_cast<size_t>(round.old_len - round.new_len);
+    const auto num_candidates = static_cast<size_t>(round.stop_slot - round.first_slot);
+    evicted_.clear();
+    if (num_evict == 0) return evicted_;
+    const uint32_t first_group = static_cast<uint32_t>(round.first_slot) / 4;
+    const uint32_t stop_group = (static_cast<uint32_t>(round.stop_slot) + 3) / 4;
+    priorities_.resize(4 * ((stop_group - first_group + kLanes - 1) / kLanes * kLanes));
+    for (size_t i = 0; i < priorities_.size(); i += 4 * kLanes) {
+      compute_priorities(round, layer, kv_head, first_group + static_cast<uint32_t>(i / 4),
+                         priorities_.data() + i);
+    }
+    const uint32_t* priorities = priorities_.data() + round.first_slot % 4;
+
     // Few are evicted: those below a bound that, almost always, some more than num_evict are
     // under. Where it is not so, every candidate is looked at.
-    const double wanted = double(num_evict_) + 6 * std::sqrt(double(num_evict_)) + 8;
-    const double bound = wanted / double(round.stop_slot - round.first_slot) * 4294967296.0;
-    limit_ = bound < 4294967296.0 ? static_cast<uint64_t>(bound) : uint64_t{1} << 32;
-  }
+    const double wanted = double(num_evict) + 4 * std::sqrt(double(num_evict)) + 4;
+    const double bound = wanted / double(num_candidates) * 4294967296.0;
+    const uint64_t limit = bound < 4294967296.0 ? static_cast<uint64_t>(bound) : uint64_t{1} << 32;
+    collect(priorities, num_candidates, limit);
+    if (below_.size() < num_evict) collect(priorities, num_candidates, uint64_t{1} << 32);
 
-  // Compute some priorities, unless all are.
-  void advance() {
-    if (chunk_ == num_chunks_) return;
-    const size_t first = 4 * kLanes * chunk_++;
-    compute_priorities(*round_, layer_, kv_head_, first_group_ + static_cast<uint32_t>(first / 4),
-                       priorities_.data() + first);
-    collect(first, first + 4 * kLanes);
-  }
-
-  // The evicted slots, ascending: the old_len - new_len candidates with the smallest
-  // (priority, slot). Valid until the next call of finish().
-  const std::vector<int32_t>& finish() {
-    while (chunk_ < num_chunks_) advance();
-    evicted_.clear();
-    if (num_evict_ == 0) return evicted_;
-    if (num_below_ < num_evict_) {
-      limit_ = uint64_t{1} << 32;
-      num_below_ = 0;
-      collect(0, priorities_.size());
-    }
-    // (priority, slot) as one number.
-    keys_.clear();
-    for (size_t i = 0; i < num_below_; ++i) keys_.push_back(key(below_[i]));
-    const auto last = keys_.begin() + static_cast<std::ptrdiff_t>(num_evict_ - 1);
+    // (priority, candidate) as one number: candidates are ordered as slots are.
+    const auto key = [&](uint32_t i) { return uint64_t{priorities[i]} << 32 | i; };
+    keys_.resize(below_.size());
+    std::transform(below_.begin(), below_.end(), keys_.begin(), key);
+    const auto last = keys_.begin() + static_cast<std::ptrdiff_t>(num_evict - 1);
     std::nth_element(keys_.begin(), last, keys_.end());
-    for (size_t i = 0; i < num_below_; ++i) {
-      if (key(below_[i]) <= *last) {
-        evicted_.push_back(static_cast<int32_t>(4 * first_group_ + below_[i]));
-      }
+    evicted_.resize(below_.size());
+    size_t count = 0;
+    for (const uint32_t i : below_) {
+      evicted_[count] = round.first_slot + static_cast<int32_t>(i);
+      count += key(i) <= *last;
     }
+    evicted_.resize(count);
     return evicted_;
   }
 
  private:
-  uint64_t key(uint32_t index) const { return uint64_t{priorities_[index]} << 32 | index; }
-
-  // Append to below_ the candidates in [first, stop) with a priority under limit_. Indices count
-  // from slot 4 * first_group_.
-  void collect(size_t first, size_t stop) {
-    const auto first_candidate = static_cast<size_t>(round_->first_slot % 4);
-    const size_t num_slots =
-        first_candidate + static_cast<size_t>(round_->stop_slot - round_->first_slot);
-    first = std::max(first, first_candidate);
-    stop = std::min(stop, num_slots);
+  // Into below_: the candidates with a priority under `limit`, counted from the first.
+  void collect(const uint32_t* priorities, size_t num_candidates, uint64_t limit) {
+    below_.resize(num_candidates);
     uint32_t* below = below_.data();
-    size_t count = num_below_;
-    for (size_t i = first; i < stop; ++i) {
+    size_t count = 0;
+    for (size_t i = 0; i < num_candidates; ++i) {
       below[count] = static_cast<uint32_t>(i);
-      count += priorities_[i] < limit_;
+      count += priorities[i] < limit;
     }
-    num_below_ = count;
+    below_.resize(count);
   }
 
-  const Round* round_ = nullptr;
-  uint32_t layer_ = 0, kv_head_ = 0, first_group_ = 0;
-  size_t num_evict_ = 0, num_chunks_ = 0, chunk_ = 0, num_below_ = 0;
-  uint64_t limit_ = 0;
   std::vector<uint32_t> priorities_, below_;
   std::vector<uint64_t> keys_;
   std::vector<int32_t> evicted_;

@@ -16,12 +16,15 @@ fi
 "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
     || { echo "error: no NVIDIA GPU that $("$python" -c 'import torch; print("torch", torch.__version__)') can use" >&2; exit 2; }
 
-if [ -f build/csrc/librandkv_cuda.so ]; then
-    echo "library: build/csrc/librandkv_cuda.so, as it was carried here"
-else
-    echo "library: building, with nvcc from ${NVCC_HOME:-${CUDA_HOME:-/usr/local/cuda}}"
-    make -C csrc cuda PYTHON="$(command -v "$python")" NVCC_HOME="${NVCC_HOME:-${CUDA_HOME:-/usr/local/cuda}}"
-fi
+lib=randkv/compactor/lib
+for name in cpu cuda; do
+    if [ -f "$lib/librandkv_$name.so" ]; then
+        echo "library: $lib/librandkv_$name.so, as it was carried here"
+    else
+        echo "library: building $lib/librandkv_$name.so"
+        make -C csrc "$name" PYTHON="$(command -v "$python")" NVCC_HOME="${NVCC_HOME:-${CUDA_HOME:-/usr/local/cuda}}"
+    fi
+done
 
 echo "tests on the GPU, against the planner and PyTorch:"
 "$python" -m pytest -c /dev/null --rootdir . -p no:cacheprovider -q tests/op/test_gpu.py
