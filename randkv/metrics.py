@@ -255,10 +255,10 @@ def to_markdown() -> str:
         lines.append(f"| {row} |")
     lines += [
         "",
-        "Every rank of an engine counts the pairs of its own layers and KV heads. A replica of a KV",
-        "head (fewer KV heads than tensor-parallel ranks) is moved, and counts, on each of its ranks.",
-        "With several ranks, pairs arrive within a second, or when no request is running. The",
-        "reporting rank is the first of the last pipeline stage.",
+        "Every rank of an engine counts the pairs of its own layers and KV heads. A replica of a",
+        "KV head (fewer KV heads than tensor-parallel ranks) is moved, and counts, on each of its",
+        "ranks. With several ranks, pairs arrive within a second, or when no request is running.",
+        "The reporting rank is the first of the last pipeline stage.",
         "",
         "Values of the bounded labels:",
         "",
