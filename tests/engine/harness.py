@@ -176,7 +176,17 @@ class Engine:
                 assert not left, f"a worker remembers finished requests: {left}"
 
     def close(self) -> None:
+        executor = self.core.model_executor
+        queues = [
+            getattr(executor, "rpc_broadcast_mq", None),
+            *getattr(executor, "response_mqs", ()),
+        ]
+        contexts = [queue.local_socket.context for queue in queues if queue is not None]
         self.core.shutdown()
+        for context in contexts:
+            # Left to the garbage collector, it may wait for ever for sockets collected with it.
+            context.destroy(linger=0)
+        del executor, queues
         del self.core, self.llm
         gc.collect()
         cleanup_dist_env_and_memory()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from prometheus_client import REGISTRY
 from vllm import RequestOutput, SamplingParams, TokensPrompt, envs
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -118,14 +119,20 @@ def _watch(running: Engine) -> tuple[list[RoundPlan], list[Any]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_core_per_rank() -> Iterator[None]:
-    """Each rank's threads are bound, by vLLM's CPU backend; ranks here may have to share cores."""
+    """Threads of one rank wait for each other actively, which costs dearly where cores are shared.
+
+    vLLM's CPU backend binds the threads of ranks that are processes of their own.
+    """
     cores = sorted(os.sched_getaffinity(0))
     with pytest.MonkeyPatch.context() as patch:
         binding = "|".join(str(cores[rank % len(cores)]) for rank in range(2))
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", binding)
         patch.setenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")
         envs.disable_envs_cache()  # an engine started before has read them all
+        threads = torch.get_num_threads()
+        torch._C.set_num_threads(1)  # vLLM's CPU worker takes away torch.set_num_threads
         yield
+        torch._C.set_num_threads(threads)
     envs.disable_envs_cache()
 
 
@@ -219,7 +226,7 @@ def test_every_rank_counts_its_own_pairs(case: Case) -> None:
     ]
     assert len({pairs.evicted for pairs in several.pairs}) == (2 if case.name == "pipeline" else 1)
     assert several.told_while_running
-    assert several.times_told == case.one.times_told > 0
+    assert 0 < several.times_told <= len(several.plans)
 
 
 def test_data_parallel_ranks_keep_the_same(
