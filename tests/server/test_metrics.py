@@ -119,7 +119,7 @@ def test_build_info_says_what_runs(server: Server) -> None:
         version="0.1.0",
         vllm_version="0.28.0",
         patch=patching.digest(),
-        compactor="pytorch",
+        compactor="native",
     )
     assert found == 1
 
