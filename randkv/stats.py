@@ -13,8 +13,8 @@ class CompactionStats:
 
     Attributes:
         evicted_pairs, copied_pairs: (token, KV head) pairs of one layer each, summed over layers.
-        seconds: Time of each step that compacted, as seen by the host of the reporting rank: the
-            first of the last pipeline stage.
+        seconds: Time of each step that compacted on the reporting rank, the first of the last
+            pipeline stage; as its host sees it, or on a GPU with the native compactor the device's.
     """
 
     evicted_pairs: int = 0
