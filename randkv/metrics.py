@@ -59,7 +59,7 @@ METRICS = (
         "randkv_compaction_seconds",
         "histogram",
         "worker",
-        "Time of a step's rounds on the reporting rank: its host's on a CPU, the device's on a GPU.",
+        "Time of a step's rounds on the reporting rank; its host's, on a GPU the device's.",
         ("engine",),
         _SECONDS,
     ),
