@@ -24,7 +24,9 @@ struct Round {
 };
 static_assert(sizeof(Round) == 32, "one row of int32 [rounds, 8]");
 
-// Entries of the operator's `counters`, int64 [3]; the operator adds to them.
+// Entries of the operator's `counters`, int64 [3]; the operator adds to them. Bad blocks are moves
+// that the CUDA kernel left out, their blocks not being ones of the cache, and rows that are no
+// rounds; the CPU kernel refuses both before it moves anything.
 enum Counter { kEvictedPairs = 0, kCopiedPairs = 1, kBadBlocks = 2, kNumCounters = 3 };
 
 }  // namespace randkv

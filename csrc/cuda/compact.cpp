@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // randkv::compact on CUDA tensors: checks, then one launch on the current stream. It waits for
-// nothing and allocates nothing; `workspace` may be empty (see compact_launch.h).
+// nothing and allocates nothing.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
