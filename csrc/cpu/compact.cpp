@@ -17,6 +17,9 @@
 namespace randkv {
 namespace {
 
+// Fewer than this are not worth waking a thread for: a head takes some ten microseconds.
+constexpr int64_t kHeadsPerThread = 64;
+
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
@@ -98,7 +101,7 @@ void compact(std::vector<Tensor> kv_caches, Tensor rounds, Tensor block_ids, Ten
   std::atomic<int64_t> num_evicted{0}, num_copied{0};
   const int64_t num_heads = slots.num_kv_heads;
   torch::stable::parallel_for(
-      0, rounds.size(0) * num_layers * num_heads, 1, [&](int64_t begin, int64_t end) {
+      0, rounds.size(0) * num_layers * num_heads, kHeadsPerThread, [&](int64_t begin, int64_t end) {
         Selector selector;
         Mover mover(slots, manager_block_size);
         int64_t evicted = 0, copied = 0;
