@@ -126,3 +126,12 @@ def test_of_slots_with_one_priority_the_lower_is_evicted(back_end: str) -> None:
     key, num_evict = keys_with_a_tie(num_slots)
     expected = evicted_slots(key, 0, 0, 0, 0, num_slots, num_evict)
     assert selected(back_end, key, 0, 0, 0, 0, num_slots, num_evict) == expected.tolist()
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_a_head_that_draws_no_low_priority_evicts_its_lowest(back_end: str) -> None:
+    """One head in ten thousand: the CPU kernel looks at low priorities first, and finds none."""
+    key, layer, kv_head, num_slots = StreamKey(1, 2), 309, 20, 2000
+    found = priorities(key, 0, np.array([layer]), np.array([kv_head]), 0, num_slots)[0, 0]
+    assert found.min() > 9 / num_slots * 2**32  # csrc/cpu/selection.h: 1 + 4 * sqrt(1) + 4
+    assert selected(back_end, key, 0, layer, kv_head, 0, num_slots, 1) == [int(found.argmin())]
