@@ -27,6 +27,8 @@ def run_driver(program: Path, first_seed: int, num_cases: int) -> subprocess.Com
         "TSAN_OPTIONS": "halt_on_error=1",
         "UBSAN_OPTIONS": "print_stacktrace=0",
     }
+    # vLLM sets it for engines on CPUs, and AddressSanitizer wants to be loaded first.
+    environment.pop("LD_PRELOAD", None)
     for prefix in ([], ["setarch", "-R"]):
         done = subprocess.run(
             prefix + command,
