@@ -33,6 +33,13 @@ class SlotPart {
     is_interleaved_ = is_aligned && are_interleaved();
   }
 
+  // How many moves ahead memory is fetched: some 64 cache lines, whatever one move touches.
+  size_t lookahead() const {
+    if (!is_interleaved_ && pieces_.size() > 1) return 1;
+    const int64_t bytes = is_interleaved_ ? static_cast<int64_t>(4 * pieces_.size()) : piece_bytes_;
+    return static_cast<size_t>(bytes < 4096 ? 4096 / bytes : 1);
+  }
+
   int64_t slot(int64_t offset) const { return slots_[static_cast<size_t>(offset)]; }
 
   // From `source` to `hole`, the addresses of two slots' parts. `next_source` and `next_hole`,
