@@ -43,7 +43,7 @@ class SlotPart {
   int64_t slot(int64_t offset) const { return slots_[static_cast<size_t>(offset)]; }
 
   // From `source` to `hole`, the addresses of two slots' parts. `next_source` and `next_hole`,
-  // those of the next move, are brought into the cache meanwhile.
+  // those of the move `lookahead` later, are brought into the cache meanwhile.
   void copy(const char* source, char* hole, const char* next_source, const char* next_hole) const {
     if (is_interleaved_) return copy_interleaved(source, hole, next_source, next_hole);
     switch (piece_bytes_) {

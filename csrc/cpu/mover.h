@@ -55,8 +55,9 @@ class Mover {
 
   void copy(const SlotPart& part) const {
     const auto address = [&](const Place& place) { return place.block + part.slot(place.offset); };
+    const size_t lookahead = part.lookahead();
     for (size_t i = 0; i < holes_.size(); ++i) {
-      const size_t next = std::min(i + part.lookahead(), holes_.size() - 1);
+      const size_t next = std::min(i + lookahead, holes_.size() - 1);
       part.copy(address(sources_[i]), address(holes_[i]), address(sources_[next]),
                 address(holes_[next]));
     }

@@ -8,7 +8,7 @@ the other: the operator of the server chooses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
 from randkv.compactor.base import Compactor, PairCounts, Progress
@@ -61,24 +61,26 @@ def make_compactor(
     Raises:
         RandKVCompactorError: The native library cannot be loaded.
     """
+    kind: Callable[..., Compactor]
     if back_end == "pytorch":
         from randkv.compactor.pytorch import PyTorchCompactor
 
-        return PyTorchCompactor(
-            kv_caches,
-            layout,
-            layers=layers,
-            first_kv_head=first_kv_head,
-            manager_block_size=manager_block_size,
-        )
-    from randkv.compactor.native import CPUCompactor
+        kind = PyTorchCompactor
+    elif kv_caches[0].device.type == "cpu":
+        from randkv.compactor.native import CPUCompactor
 
-    arguments = (kv_caches, layout, layers, first_kv_head, manager_block_size)
-    if kv_caches[0].device.type == "cpu":
-        return CPUCompactor(*arguments)
-    from randkv.compactor.cuda import CUDACompactor
+        kind = CPUCompactor
+    else:
+        from randkv.compactor.cuda import CUDACompactor
 
-    return CUDACompactor(*arguments)
+        kind = CUDACompactor
+    return kind(
+        kv_caches,
+        layout,
+        layers=layers,
+        first_kv_head=first_kv_head,
+        manager_block_size=manager_block_size,
+    )
 
 
 __all__ = ["BackEnd", "Compactor", "PairCounts", "Progress", "check", "make_compactor"]

@@ -21,10 +21,10 @@ class Cache(NamedTuple):
     values: NDArray[np.float32]
 
 
-def remembered(worker: Any) -> dict[str, int]:
-    """Evicted tokens of the requests that the worker knows."""
-    evicted: dict[str, int] = worker.model_runner.kv_cache_policy._evicted_tokens
-    return evicted
+def remembered(worker: Any) -> list[str]:
+    """Requests of which the worker knows evicted tokens or, in the V2 model runner, blocks."""
+    policy = worker.model_runner.kv_cache_policy
+    return [*policy._evicted_tokens, *getattr(policy, "_blocks", ())]
 
 
 def untold(worker: Any) -> CompactionStats | None:
