@@ -101,7 +101,9 @@ def main() -> int:
         evicted = plan.evicted_slots(*heads)
         caches_and_layout = pointers, block_ids.ctypes, numbers.ctypes, element_bytes
         if name == "native selection":
-            run = partial(parts.randkv_select, row.ctypes, NUM_LAYERS, NUM_KV_HEADS, found.ctypes)
+            run = partial(
+                parts.randkv_select, row.ctypes, NUM_LAYERS, NUM_KV_HEADS, found.ctypes, False
+            )
         elif name == "native moves":
             run = partial(
                 parts.randkv_move, row.ctypes, NUM_LAYERS, *caches_and_layout, id_size,

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The parts of the CPU operator one at a time, and the plainest copy, for benchmarks/compactor.py.
+// The parts of the CPU operator one at a time, and the plainest copy, for benchmarks/compactor.py
+// and tests/op/test_native.py.
 #include <cstring>
 #include <vector>
 
@@ -28,8 +29,9 @@ void for_each_head(int32_t num_layers, int64_t num_kv_heads, const int32_t* evic
 extern "C" {
 
 // evicted: [num_layers, num_kv_heads, old_len - new_len]
-void randkv_select(const Round* round, int32_t num_layers, int32_t num_kv_heads, int32_t* evicted) {
-  randkv::Selector selector;
+void randkv_select(const Round* round, int32_t num_layers, int32_t num_kv_heads, int32_t* evicted,
+                   bool is_portable) {
+  randkv::Selector selector(!is_portable && randkv::avx512::is_supported());
   for (int32_t layer = 0; layer < num_layers; ++layer) {
     for (int32_t head = 0; head < num_kv_heads; ++head) {
       for (const int32_t slot : selector.evicted_slots(*round, layer, head)) *evicted++ = slot;

@@ -10,12 +10,13 @@
 
 #include "../philox.h"
 #include "../round.h"
+#include "avx512.h"
 
 // The priorities vectorise; the library picks the widest version that the processor has.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__SANITIZE_THREAD__) && \
     !defined(__SANITIZE_ADDRESS__)
 #define RANDKV_CLONES \
-  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"), flatten))
+  __attribute__((target_clones("arch=x86-64-v3", "default"), flatten))
 #else
 #define RANDKV_CLONES
 #endif
@@ -38,9 +39,31 @@ RANDKV_CLONES static void compute_priorities(const Round& round, uint32_t layer,
   }
 }
 
+// Into `below`: which of priorities[0] .. priorities[n - 1] are at most `last`, ascending. Returns
+// how many.
+static size_t collect(const uint32_t* priorities, size_t n, uint32_t last, uint32_t* below) {
+  size_t count = 0;
+  for (size_t i = 0; i < n; ++i) {
+    below[count] = static_cast<uint32_t>(i);
+    count += priorities[i] <= last;
+  }
+  return count;
+}
+
 // Finds evicted slots; keeps its scratch space from one head to the next.
 class Selector {
  public:
+  explicit Selector(bool use_avx512 = avx512::is_supported()) {
+#if defined(RANDKV_AVX512)
+    if (use_avx512) {
+      compute_priorities_ = avx512::compute_priorities;
+      collect_ = avx512::collect;
+    }
+#else
+    static_cast<void>(use_avx512);
+#endif
+  }
+
   // The evicted slots, ascending: the old_len - new_len candidates with the smallest
   // (priority, slot). Valid until the next call.
   const std::vector<int32_t>& evicted_slots(const Round& round, uint32_t layer, uint32_t kv_head) {
@@ -52,8 +75,8 @@ class Selector {
     const uint32_t stop_group = (static_cast<uint32_t>(round.stop_slot) + 3) / 4;
     priorities_.resize(4 * ((stop_group - first_group + kLanes - 1) / kLanes * kLanes));
     for (size_t i = 0; i < priorities_.size(); i += 4 * kLanes) {
-      compute_priorities(round, layer, kv_head, first_group + static_cast<uint32_t>(i / 4),
-                         priorities_.data() + i);
+      compute_priorities_(round, layer, kv_head, first_group + static_cast<uint32_t>(i / 4),
+                          priorities_.data() + i);
     }
     const uint32_t* priorities = priorities_.data() + round.first_slot % 4;
 
@@ -61,9 +84,12 @@ class Selector {
     // under. Where it is not so, every candidate is looked at.
     const double wanted = double(num_evict) + 4 * std::sqrt(double(num_evict)) + 4;
     const double bound = wanted / double(num_candidates) * 4294967296.0;
-    const uint64_t limit = bound < 4294967296.0 ? static_cast<uint64_t>(bound) : uint64_t{1} << 32;
-    collect(priorities, num_candidates, limit);
-    if (below_.size() < num_evict) collect(priorities, num_candidates, uint64_t{1} << 32);
+    const auto collect_up_to = [&](uint32_t last) {
+      below_.resize(num_candidates + 16);
+      below_.resize(collect_(priorities, num_candidates, last, below_.data()));
+    };
+    collect_up_to(bound < 4294967295.0 ? static_cast<uint32_t>(bound) : UINT32_MAX);
+    if (below_.size() < num_evict) collect_up_to(UINT32_MAX);
 
     // (priority, candidate) as one number: candidates are ordered as slots are.
     const auto key = [&](uint32_t i) { return uint64_t{priorities[i]} << 32 | i; };
@@ -82,18 +108,8 @@ class Selector {
   }
 
  private:
-  // Into below_: the candidates with a priority under `limit`, counted from the first.
-  void collect(const uint32_t* priorities, size_t num_candidates, uint64_t limit) {
-    below_.resize(num_candidates);
-    uint32_t* below = below_.data();
-    size_t count = 0;
-    for (size_t i = 0; i < num_candidates; ++i) {
-      below[count] = static_cast<uint32_t>(i);
-      count += priorities[i] < limit;
-    }
-    below_.resize(count);
-  }
-
+  decltype(&compute_priorities) compute_priorities_ = compute_priorities;
+  decltype(&collect) collect_ = collect;
   std::vector<uint32_t> priorities_, below_;
   std::vector<uint64_t> keys_;
   std::vector<int32_t> evicted_;

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from randkv.errors import RandKVConfigError
 from randkv.kv_layout import strided_layout
 from randkv.planner import RoundPlan
 from randkv.selection import stream_key
+from tests.op.back_ends import BUILD, make
 
 PLAN = RoundPlan("a", 3, stream_key("a", 0), 5, 80, 64, 16, num_blocks=4)
 
@@ -47,6 +49,28 @@ def test_the_operator_is_registered_as_pytorch_wants_it() -> None:
     """Its schema tells what it mutates, it has a fake kernel, and both hold when it runs."""
     given = arguments()
     torch.library.opcheck(torch.ops.randkv.compact.default, given)
+
+
+@pytest.mark.parametrize("is_portable", [False, True], ids=["avx512_if_there", "portable"])
+def test_both_ways_to_select_agree_with_the_plan(is_portable: bool) -> None:
+    """Also where all candidates go, and where their number is no multiple of 16."""
+    make("parts")
+    parts = ctypes.CDLL(str(BUILD / "libparts.so"))
+    rng = np.random.default_rng(7)
+    for index, extra in enumerate([0] * 48 + [1, 15, 16, 17, 300, 2000] * 8):
+        num_evict = index + 1
+        num_candidates = num_evict + extra
+        prompt_len, buffer_size = int(rng.integers(1, 70)), int(rng.integers(0, 40))
+        old_len = prompt_len + num_candidates + buffer_size
+        plan = RoundPlan(
+            "a", index, stream_key("a", index), prompt_len, old_len, old_len - num_evict,
+            buffer_size, num_blocks=99,
+        )  # fmt: skip
+        expected = plan.evicted_slots(np.arange(3), np.arange(2))
+        found = np.zeros(expected.shape, np.int32)
+        packed = native.pack_rounds([(plan, [])])
+        parts.randkv_select(packed.ctypes, 3, 2, found.ctypes, is_portable)
+        np.testing.assert_array_equal(found, expected)
 
 
 def row(**changes: int) -> torch.Tensor:
