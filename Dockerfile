@@ -7,7 +7,7 @@ FROM ${PYTHON_IMAGE} AS base
 # Debian keeps only the latest version of a package, so a pinned one would soon be gone.
 # hadolint ignore=DL3008
 RUN apt-get update -q \
-    && apt-get install -qy --no-install-recommends tini \
+    && apt-get install -qy --no-install-recommends libnuma1 tini \
     && rm -rf /var/lib/apt/lists/* \
     && groupadd --gid 10001 randkv \
     && useradd --uid 10001 --gid randkv --create-home --home-dir /home/randkv randkv

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test lint format bench bench-compactor gpu-check image-cpu image-gpu clean
+.PHONY: help setup serve test lint format bench bench-compactor gpu-check env image-cpu image-gpu clean
 python := .venv/bin/python
 ARGS ?=
 
@@ -22,6 +22,7 @@ lint: setup ## Check formatting, style and types
 	@.venv/bin/ruff check .
 	@$(python) -m mypy
 	@$(python) -m randkv.patching check
+	@.venv/bin/hadolint Dockerfile tests/deploy/prometheus.Dockerfile
 
 format: setup ## Format the code
 	@.venv/bin/ruff format .
@@ -38,13 +39,16 @@ bench-compactor: setup ## Time the native compactor against the PyTorch one on a
 gpu-check: ## On a machine with an NVIDIA GPU, no network needed: check and time the CUDA compactor
 	@./deploy/gpu-check/run.sh
 
-image-cpu: ## Build the image with the default model in it, for machines without a GPU
+image-cpu: env ## Build the image with the default model in it, for machines without a GPU
 	@./deploy/image/build.sh cpu $(ARGS)
-	@echo "Next: cp .env.example .env, set GRAFANA_ADMIN_PASSWORD in it, and docker compose --profile cpu up"
+	@echo "Next: docker compose --profile cpu up"
 
-image-gpu: ## Build the image for NVIDIA GPUs (4 GB to download)
+image-gpu: env ## Build the image for NVIDIA GPUs (4 GB to download)
 	@./deploy/image/build.sh gpu $(ARGS)
-	@echo "Next: cp .env.example .env, set MODEL and GRAFANA_ADMIN_PASSWORD in it, and docker compose up"
+	@echo "Next: look through .env, then docker compose up"
+
+env: ## Make .env and secrets/ for docker compose, where they are missing
+	@./deploy/env.sh
 
 clean: ## Remove .venv/ and models/
 	rm -rf .venv models build randkv/compactor/lib

@@ -4,10 +4,7 @@
 set -eu
 # Secrets come as files: what is in the environment can be read with `docker inspect`.
 if [ -s /run/secrets/hf_token ]; then export HF_TOKEN_PATH=/run/secrets/hf_token; fi
-if [ -s /run/secrets/api_keys ]; then
-    RANDKV_API_KEYS=$(cat /run/secrets/api_keys)
-    export RANDKV_API_KEYS
-fi
+if [ -s /run/secrets/api_keys ]; then set -- --api-keys-file=/run/secrets/api_keys "$@"; fi
 # Triton looks for its compiled module in its cache, which is empty in a new volume.
 if [ -d /opt/randkv/triton-cache ]; then
     export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$HOME/.cache/triton}"

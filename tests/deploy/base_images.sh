@@ -19,8 +19,8 @@ chroot "$root" update-ca-certificates > /dev/null 2>&1
 printf '#!/bin/sh\nexit 101\n' > "$root/usr/sbin/policy-rc.d" # packages start no services
 chmod +x "$root/usr/sbin/policy-rc.d"
 rm -rf "$root"/var/cache/apt/archives/*.deb "$root"/var/lib/apt/lists/* "$root"/usr/share/{doc,man,locale}/*
-tar -C "$root" -c . | docker import --change 'CMD ["bash"]' - "$debian_image" > /dev/null
-docker build --quiet --tag "$python_image" - > /dev/null << END
+tar -C "$root" -c . | "${DOCKER:-docker}" import --change 'CMD ["bash"]' - "$debian_image" > /dev/null
+"${DOCKER:-docker}" build --quiet --tag "$python_image" - > /dev/null << END
 FROM $debian_image
 RUN apt-get update -q && apt-get install -qy --no-install-recommends python3.11 python3.11-venv \
     && rm -rf /var/lib/apt/lists/*
