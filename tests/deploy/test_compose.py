@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compose project, started for real: the server with the default model, and Prometheus.
 
-Where Grafana's image can be had its container is started too; elsewhere test_compose_file.py looks at
-its configuration. The tests are in the order of a deployment's life.
+Where Grafana's image can be had its container is started too; elsewhere test_compose_file.py looks
+at its configuration. The tests are in the order of a deployment's life.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import socket
 import subprocess
 import threading
@@ -22,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import docker
 import pytest
 from openai import OpenAI
 
