@@ -23,6 +23,8 @@ class Metric(NamedTuple):
         counted_by: The part that did the work: scheduler, worker or front end.
         labels: Besides ``model_name``; what comes from an engine has ``engine``, its data-parallel
             rank, as vLLM's own metrics do.
+        of_processes: What a gauge is, of the values of several API server processes. An engine
+            reports to one of them at a time.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Metric(NamedTuple):
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
+    of_processes: Literal["mostrecent", "min"] = "mostrecent"
 
 
 METRICS = (
@@ -151,6 +154,21 @@ METRICS = (
         ("reason",),
     ),
     Metric(
+        "randkv_ready",
+        "gauge",
+        "front end",
+        "What /ready answers: 1, new requests are taken; 0, draining, or the engine is dead. "
+        "Of several API server processes the least.",
+        of_processes="min",
+    ),
+    Metric(
+        "randkv_default_bound_tokens",
+        "gauge",
+        "front end",
+        "Most slots that a request of the default policy ever has in the KV cache. No series where "
+        "the default is dense.",
+    ),
+    Metric(
         "randkv_build_info",
         "gauge",
         "front end",
@@ -185,6 +203,15 @@ class Metrics:
         for policy in ("randkv", "dense"):
             self.family("randkv_request_absolute_tokens", engine=engine, policy=policy)
             self.family("randkv_request_physical_tokens", engine=engine, policy=policy)
+
+    def start_front_end(self) -> None:
+        """Show every series that an alert divides by from the beginning, at zero.
+
+        A counter that appears with its first count has no rate until the second.
+        """
+        for policy in ("randkv", "dense", "none"):
+            for outcome in OUTCOMES:
+                self.family("randkv_requests", policy=policy, outcome=outcome)
 
     def record(self, engine: str, stats: PolicyStats) -> None:
         """Add what an engine reports. `engine` is its data-parallel rank."""
@@ -233,8 +260,7 @@ def _collector(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge |
         return Counter(**common)
     if metric.kind == "histogram":
         return Histogram(**common, buckets=metric.buckets)
-    # With several API server processes, an engine reports to one of them at a time.
-    return Gauge(**common, multiprocess_mode="mostrecent")
+    return Gauge(**common, multiprocess_mode=metric.of_processes)
 
 
 def to_markdown() -> str:

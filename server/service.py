@@ -110,17 +110,27 @@ class Service:
                     patch=patching.digest(),  # checked when the engine was configured
                     compactor=self.engine_client.vllm_config.cache_config.kv_cache_compactor,
                 ).set(1)
+                self._show_bound(one.metrics)
+                one.metrics.start_front_end()
                 return one.metrics
         raise RandKVError(
             "vLLM did not load the stat logger plugin 'randkv', so there would be no metrics: "
             "VLLM_PLUGINS, when set, must name it; else run make setup again"
         )
 
+    def _show_bound(self, metrics: Metrics) -> None:
+        """The bound that ``/v1/kv_cache/policy`` tells."""
+        if self.policy is not None and self.policy.default is not None:
+            max_model_len = self.engine_client.vllm_config.model_config.max_model_len
+            bound = min(self.policy.default.max_physical_len, max_model_len)
+            metrics.family("randkv_default_bound_tokens").set(bound)
+
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop)
         self._tasks.append(loop.create_task(self._watch_engine()))
+        self._show_readiness()
         if self._metrics_port is not None:
             self._metrics_port.open()
         return self
@@ -201,6 +211,10 @@ class Service:
     def is_ready(self) -> bool:
         return not self._is_draining and not self.engine_client.errored
 
+    def _show_readiness(self) -> None:
+        if self._metrics is not None:
+            self._metrics.family("randkv_ready").set(self.is_ready)
+
     def _stop(self) -> None:
         """A signal to end: the first drains, the second does not wait any longer."""
         loop = asyncio.get_running_loop()
@@ -208,6 +222,7 @@ class Service:
             self._abort_all()
             return
         self._is_draining = True
+        self._show_readiness()
         self._tasks.append(loop.create_task(self._drain()))
 
     async def _drain(self) -> None:
@@ -236,6 +251,7 @@ class Service:
         logger.error("The engine is dead: this server ends, for a supervisor to restart it")
         self._args.engine_is_dead = True
         self._is_draining = True
+        self._show_readiness()
         await asyncio.sleep(1)  # for the requests in flight to get their errors
         self._app.state.server.should_exit = True
 

@@ -91,6 +91,7 @@ def test_sigterm_drains_refuses_new_requests_and_exits_with_0(
             wait_until(lambda: server.running() == 1, 20, "the request runs")
             server.process.send_signal(signal.SIGTERM)
             wait_until(lambda: server.get("/ready").status == 503, 2, "not ready")
+            assert server.metrics().total("randkv_ready") == 0
             refused = server.chat()
             assert server.get("/live").status == 200
             answered: Reply = running.result()

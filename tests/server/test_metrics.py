@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
 from randkv import patching
@@ -122,6 +126,35 @@ def test_build_info_says_what_runs(server: Server) -> None:
         compactor="native",
     )
     assert found == 1
+
+
+def test_readiness_and_the_default_bound_are_those_of_the_routes(server: Server) -> None:
+    metrics = server.metrics()
+    assert server.get("/ready").status == 200
+    assert metrics.total("randkv_ready") == 1
+    bound = server.get("/v1/kv_cache/policy").json["bound"]["tokens"]
+    assert metrics.total("randkv_default_bound_tokens") == bound > 0
+
+
+def test_a_front_end_shows_its_outcomes_at_zero() -> None:
+    registry = CollectorRegistry()
+    Metrics("m", registry).start_front_end()
+    for policy in ("randkv", "dense", "none"):
+        for outcome in OUTCOMES:
+            labels = {"model_name": "m", "policy": policy, "outcome": outcome}
+            assert registry.get_sample_value("randkv_requests_total", labels) == 0
+
+
+def test_of_several_processes_one_that_is_not_ready_decides(tmp_path: Path) -> None:
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    for value in (0, 1):
+        source = (
+            f"from randkv.metrics import Metrics; Metrics('m').family('randkv_ready').set({value})"
+        )
+        subprocess.run([sys.executable, "-c", source], cwd=REPOSITORY, env=environment, check=True)
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, str(tmp_path))
+    assert registry.get_sample_value("randkv_ready", {"model_name": "m"}) == 0
 
 
 def test_record_adds_everything_that_an_engine_reports() -> None:
