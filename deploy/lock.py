@@ -54,6 +54,8 @@ def locked(text: str, *, resolve: bool) -> str:
             lines.append(line)
             continue
         _, version, digest = found.pop(normalised(match[1]))
+        if version != match[2]:
+            raise SystemExit(f"{match[0]}: pip picks {version}; unset its find-links")
         lines.append(f"{match[1]}=={version} --hash=sha256:{digest}")
     lines += [
         f"{name}=={version} --hash=sha256:{digest}" for name, version, digest in
