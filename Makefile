@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test lint format bench bench-compactor gpu-check clean
+.PHONY: help setup serve test lint format bench bench-compactor gpu-check image-cpu image-gpu clean
 python := .venv/bin/python
 ARGS ?=
 
@@ -37,6 +37,14 @@ bench-compactor: setup ## Time the native compactor against the PyTorch one on a
 
 gpu-check: ## On a machine with an NVIDIA GPU, no network needed: check and time the CUDA compactor
 	@./deploy/gpu-check/run.sh
+
+image-cpu: ## Build the image with the default model in it, for machines without a GPU
+	@./deploy/image/build.sh cpu $(ARGS)
+	@echo "Next: cp .env.example .env, set GRAFANA_ADMIN_PASSWORD in it, and docker compose --profile cpu up"
+
+image-gpu: ## Build the image for NVIDIA GPUs (4 GB to download)
+	@./deploy/image/build.sh gpu $(ARGS)
+	@echo "Next: cp .env.example .env, set MODEL and GRAFANA_ADMIN_PASSWORD in it, and docker compose up"
 
 clean: ## Remove .venv/ and models/
 	rm -rf .venv models build randkv/compactor/lib

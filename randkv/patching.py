@@ -229,7 +229,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m randkv.patching", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("apply", help="patch the installed vLLM")
-    commands.add_parser("check", help="fail unless the installed vLLM carries the whole patch")
+    checking = commands.add_parser(
+        "check", help="fail unless the installed vLLM carries the whole patch"
+    )
+    checking.add_argument("--digest", help="fail unless this is the digest of the patch")
     commands.add_parser("revert", help="give the installed vLLM its own files back")
     renew = commands.add_parser("refresh", help="write the diffs again from two trees")
     renew.add_argument("pristine", type=Path, help="the vllm package as released")
@@ -239,7 +242,10 @@ def main() -> int:
         if arguments.command == "refresh":
             refresh(arguments.pristine, arguments.edited)
         elif arguments.command == "check":
-            sys.stdout.write(f"vLLM {VLLM_VERSION} carries patch {check()}\n")
+            digest = check()
+            if arguments.digest not in (None, digest):
+                raise RandKVPatchError(f"the patch is {digest}, not {arguments.digest}")
+            sys.stdout.write(f"vLLM {VLLM_VERSION} carries patch {digest}\n")
         else:
             changed = apply() if arguments.command == "apply" else revert()
             sys.stdout.write(f"{arguments.command}: {changed} files changed\n")
