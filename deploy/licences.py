@@ -95,7 +95,7 @@ def asked() -> list[Package]:
     if int(version("pip").partition(".")[0]) < PIP:
         raise SystemExit(
             f"error: pip {version('pip')} may drop the field License-Expression: run this with "
-            f"pip {PIP} or later (python -m venv VENV; VENV/bin/pip install -U pip; VENV/bin/python ...)"
+            f"pip {PIP} or later (python -m venv VENV; VENV/bin/pip install -U pip)"
         )
     packages = []
     wanted = pins()
