@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class MetricsPort:
-    """prometheus_client's own server, in a thread."""
+    """prometheus_client's own server, in a thread. Always in the text format, as on ``--port``.
+
+    In OpenMetrics prometheus_client 0.26 writes vLLM's names as ``vllm_``, for Prometheus 2.
+    """
 
     host: str
     port: int
@@ -32,6 +35,10 @@ class MetricsPort:
     def open(self) -> None:
         self._server, _ = start_http_server(
             self.port, self.host, registry=get_prometheus_registry()
+        )
+        negotiating = self._server.get_app()
+        self._server.set_app(
+            lambda environ, start: negotiating({**environ, "HTTP_ACCEPT": "*/*"}, start)
         )
 
     def close(self) -> None:

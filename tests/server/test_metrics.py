@@ -7,18 +7,19 @@ import os
 import re
 import subprocess
 import sys
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import REGISTRY, CollectorRegistry, Gauge, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
 from randkv import patching
 from randkv.metrics import METRICS, OUTCOMES, REFUSALS, Metrics, from_dict, to_markdown
 from randkv.stats import CompactionStats, FinishedRequest, PolicyStats
-from tests.server.process import REPOSITORY, Server
+from tests.server.process import REPOSITORY, Server, free_port
 
 LAYERS_TIMES_HEADS = 2 * 2
 
@@ -155,6 +156,28 @@ def test_of_several_processes_one_that_is_not_ready_decides(tmp_path: Path) -> N
     registry = CollectorRegistry()
     MultiProcessCollector(registry, str(tmp_path))
     assert registry.get_sample_value("randkv_ready", {"model_name": "m"}) == 0
+
+
+def test_a_port_of_their_own_keeps_the_names_of_vllm_for_every_prometheus() -> None:
+    from server.metrics_port import MetricsPort
+
+    accepted_by_2_42 = (
+        "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+        "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+    )
+    gauge = Gauge("vllm:test_of_the_port", "For this test.")
+    port = MetricsPort("127.0.0.1", free_port())
+    port.open()
+    try:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port.port}/metrics", headers={"Accept": accepted_by_2_42}
+        )
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+            assert "\nvllm:test_of_the_port 0.0\n" in answer.read().decode()
+    finally:
+        port.close()
+        REGISTRY.unregister(gauge)
 
 
 def test_record_adds_everything_that_an_engine_reports() -> None:
