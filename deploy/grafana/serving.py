@@ -204,7 +204,7 @@ def _failures() -> list[Panel]:
         ),
         graph(
             "Up and ready",
-            "Share of the scrapes that were answered, and of the probes of /ready answered with 200.",
+            "Share of the scrapes that were answered, and of the probes of /ready that passed.",
             Query("up: {{instance}}", f"avg by (instance) ({of_servers(scraped)})"),
             Query(
                 "ready: {{instance}}",
