@@ -49,7 +49,10 @@ def to_json(module: ModuleType) -> str:
     built.panels = _placed(module)
     content = json.loads(json.dumps(built, cls=JSONEncoder))
     for part in (*content["links"], *content["annotations"]["list"]):
-        del part["placement"]  # the SDK's only value hides them in a menu
+        del part["placement"]  # the SDK knows one value only, which hides them in a menu
+    for variable in content["templating"]["list"]:
+        for key in ("auto", "auto_min", "auto_count"):  # of another kind of variable
+            del variable[key]
     return json.dumps(content, indent=2) + "\n"
 
 
