@@ -63,7 +63,7 @@ def number(
     no_value: str = "idle",
     maximum: float | None = None,
 ) -> Panel:
-    """The newest value, with its course behind it."""
+    """The newest value, in the colour of the step that it has reached."""
     panel = (
         stat.Panel()
         .title(title)
@@ -74,7 +74,7 @@ def number(
         .no_value(no_value)
         .thresholds(_thresholds(steps))
         .color_scheme(dashboard.FieldColor().mode(FieldColorModeId.THRESHOLDS))
-        .graph_mode(BigValueGraphMode.AREA)
+        .graph_mode(BigValueGraphMode.NONE)
         .color_mode(BigValueColorMode.VALUE)
         .text_mode(BigValueTextMode.VALUE)
         .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
@@ -103,7 +103,7 @@ def names(title: str, description: str, query: Query) -> Panel:
         .graph_mode(BigValueGraphMode.NONE)
         .color_mode(BigValueColorMode.VALUE)
         .text_mode(BigValueTextMode.NAME)
-        .text(common.VizTextDisplayOptions().title_size(18))
+        .text(common.VizTextDisplayOptions().value_size(18))
         .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
         .targets(_targets([query]))
         .height(3)
@@ -124,7 +124,7 @@ def graph(
     soft_maximum: float | None = None,
     span: int = 8,
 ) -> Panel:
-    """Lines over time, their newest values in the legend. `steps` are drawn as dashed lines."""
+    """Lines over time. `steps` are drawn as dashed lines."""
     panel = (
         timeseries.Panel()
         .title(title)
@@ -139,7 +139,7 @@ def graph(
             .series_by(FieldColorSeriesByMode.LAST)
         )
         .line_width(2)
-        .fill_opacity(25 if stacked else 8)
+        .fill_opacity(25 if stacked else 0 if stepped else 8)
         .show_points(VisibilityMode.AUTO)
         .point_size(5)
         .span_nulls(MAX_JOINED_GAP_MS)
@@ -149,7 +149,7 @@ def graph(
             .display_mode(LegendDisplayMode.LIST)
             .placement(LegendPlacement.BOTTOM)
             .show_legend(True)
-            .calcs(["lastNotNull"])
+            .calcs([])
         )
         .tooltip(
             common.VizTooltipOptions().mode(TooltipDisplayMode.MULTI).sort(SortOrder.DESCENDING)

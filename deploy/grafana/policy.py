@@ -181,7 +181,7 @@ def _kv_cache() -> list[Panel]:
             "Rounds planned but not carried out, their request having been preempted.",
             Query("dropped", rate("randkv_dropped_plans_total")),
             unit="short",
-            soft_maximum=1,
+            soft_maximum=0.1,
         ),
     ]
 
@@ -209,7 +209,7 @@ def _requests() -> list[Panel]:
             Query("all", rate_or_zero("randkv_refused_overrides_total")),
             Query("{{reason}}", rate("randkv_refused_overrides_total", by="reason")),
             unit="reqps",
-            soft_maximum=1,
+            soft_maximum=0.1,
         ),
         names(
             "Builds",

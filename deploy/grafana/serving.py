@@ -162,7 +162,7 @@ def _engine() -> list[Panel]:
             "Requests put back into the queue because the KV cache was full.",
             Query("preemptions", rate("vllm:num_preemptions_total")),
             unit="short",
-            soft_maximum=1,
+            soft_maximum=0.1,
             span=6,
         ),
         _quantiles(
@@ -191,7 +191,7 @@ def _failures() -> list[Panel]:
                 )
             ),
             unit="reqps",
-            soft_maximum=1,
+            soft_maximum=0.1,
         ),
         graph(
             "Requests refused per second, by reason",
@@ -200,7 +200,7 @@ def _failures() -> list[Panel]:
             Query("{{reason}}", rate("randkv_refused_requests_total", by="reason")),
             Query("policy: {{reason}}", rate("randkv_refused_overrides_total", by="reason")),
             unit="reqps",
-            soft_maximum=1,
+            soft_maximum=0.1,
         ),
         graph(
             "Up and ready",
