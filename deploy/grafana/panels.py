@@ -33,7 +33,7 @@ DATA_SOURCE = DataSourceRef(type_val="prometheus", uid="randkv-prometheus")
 STAT_HEIGHT = 4
 GRAPH_HEIGHT = 7
 MAX_JOINED_GAP_MS = 120_000
-"""Ratios and quantiles are missing while nothing happens; longer gaps than this stay open."""
+"""In graphs of what is missing while nothing happens; longer gaps stay open."""
 
 Panel = stat.Panel | timeseries.Panel
 
@@ -63,7 +63,7 @@ def number(
     no_value: str = "idle",
     maximum: float | None = None,
 ) -> Panel:
-    """The newest value, in the colour of the step that it has reached."""
+    """The value now, in the colour of the step that it has reached; `no_value` if there is none."""
     panel = (
         stat.Panel()
         .title(title)
@@ -78,7 +78,7 @@ def number(
         .color_mode(BigValueColorMode.VALUE)
         .text_mode(BigValueTextMode.VALUE)
         .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
-        .targets(_targets([query]))
+        .targets(_targets([query], is_instant=True))
         .height(STAT_HEIGHT)
         .span(4)
     )
@@ -105,7 +105,7 @@ def names(title: str, description: str, query: Query) -> Panel:
         .text_mode(BigValueTextMode.NAME)
         .text(common.VizTextDisplayOptions().value_size(18))
         .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
-        .targets(_targets([query]))
+        .targets(_targets([query], is_instant=True))
         .height(3)
         .span(24)
     )
@@ -119,12 +119,19 @@ def graph(
     steps: Sequence[Step] = (),
     stacked: bool = False,
     stepped: bool = False,
+    joined: bool = False,
     decimals: int | None = None,
     maximum: float | None = None,
     soft_maximum: float | None = None,
     span: int = 8,
 ) -> Panel:
-    """Lines over time. `steps` are drawn as dashed lines."""
+    """Lines over time.
+
+    Args:
+        steps: Drawn as dashed lines.
+        joined: For ratios and quantiles: short gaps, in which nothing happened, are bridged. In any
+            other graph a gap says that a server was not there.
+    """
     panel = (
         timeseries.Panel()
         .title(title)
@@ -142,7 +149,7 @@ def graph(
         .fill_opacity(25 if stacked else 0 if stepped else 8)
         .show_points(VisibilityMode.AUTO)
         .point_size(5)
-        .span_nulls(MAX_JOINED_GAP_MS)
+        .span_nulls(MAX_JOINED_GAP_MS if joined else False)
         .line_interpolation(LineInterpolation.STEP_AFTER if stepped else LineInterpolation.LINEAR)
         .legend(
             common.VizLegendOptions()
@@ -154,7 +161,7 @@ def graph(
         .tooltip(
             common.VizTooltipOptions().mode(TooltipDisplayMode.MULTI).sort(SortOrder.DESCENDING)
         )
-        .targets(_targets(queries))
+        .targets(_targets(queries, is_instant=False))
         .height(GRAPH_HEIGHT)
         .span(span)
     )
@@ -173,16 +180,13 @@ def graph(
     return panel
 
 
-def _targets(queries: Sequence[Query]) -> list[prometheus.Dataquery]:
-    return [
-        prometheus.Dataquery()
-        .datasource(DATA_SOURCE)
-        .ref_id(chr(ord("A") + index))
-        .expr(query.expr)
-        .legend_format(query.legend)
-        .range()
-        for index, query in enumerate(queries)
-    ]
+def _targets(queries: Sequence[Query], *, is_instant: bool) -> list[prometheus.Dataquery]:
+    targets = []
+    for index, query in enumerate(queries):
+        target = prometheus.Dataquery().datasource(DATA_SOURCE).ref_id(chr(ord("A") + index))
+        target.expr(query.expr).legend_format(query.legend)
+        targets.append(target.instant() if is_instant else target.range())
+    return targets
 
 
 def _thresholds(steps: Sequence[Step]) -> dashboard.ThresholdsConfig:

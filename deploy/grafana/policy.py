@@ -101,6 +101,7 @@ def _rounds() -> list[Panel]:
             Query("evicted", _EVICTED),
             Query("copied", _COPIED),
             unit="short",
+            soft_maximum=1,
         ),
         graph(
             "Copied per evicted pair",
@@ -110,6 +111,7 @@ def _rounds() -> list[Panel]:
             decimals=2,
             steps=(Step("transparent"), Step("red", _MAX_COPIED_PER_EVICTED)),
             soft_maximum=1.2,
+            joined=True,
         ),
         graph(
             "Rounds per second",
@@ -117,18 +119,21 @@ def _rounds() -> list[Panel]:
             Query("first time", rate("randkv_compaction_rounds_total", 'replay="false"')),
             Query("replayed", rate("randkv_compaction_rounds_total", 'replay="true"')),
             unit="short",
+            soft_maximum=1,
         ),
         graph(
             "Time in compaction",
             "Share of each server's time that rounds take, average over its engines.",
             Query("{{instance}}", f"avg by (instance) (rate({_SECONDS}[$__rate_interval]))"),
             unit="percentunit",
+            soft_maximum=0.001,
         ),
         graph(
             "Time of a step's rounds",
             "How long the rounds of one engine step take, on the reporting rank.",
             *step_times,
             unit="s",
+            joined=True,
         ),
         graph(
             "Tokens replayed",
@@ -136,6 +141,7 @@ def _rounds() -> list[Panel]:
             Query("replayed", ratio(_REPLAYED, _COMPUTED)),
             unit="percentunit",
             soft_maximum=0.01,
+            joined=True,
         ),
     ]
 
@@ -148,6 +154,7 @@ def _kv_cache() -> list[Panel]:
             Query("computed", average("randkv_request_absolute_tokens", _RANDKV)),
             Query("held", average("randkv_request_physical_tokens", _RANDKV)),
             unit="short",
+            joined=True,
         ),
         graph(
             "Tokens of a request under RandKV, p95",
@@ -155,12 +162,14 @@ def _kv_cache() -> list[Panel]:
             Query("computed", quantile(0.95, "randkv_request_absolute_tokens", _RANDKV)),
             Query("held", quantile(0.95, "randkv_request_physical_tokens", _RANDKV)),
             unit="short",
+            joined=True,
         ),
         graph(
             "KV cache saved",
             "KV cache that the running requests would hold in addition, had they the full cache.",
             Query("{{instance}}", f"sum by (instance) ({series('randkv_saved_kv_bytes')})"),
             unit="bytes",
+            soft_maximum=2**20,
             stacked=True,
         ),
         graph(
@@ -168,6 +177,7 @@ def _kv_cache() -> list[Panel]:
             "KV cache blocks that rounds returned to the pool.",
             Query("freed", rate("randkv_freed_blocks_total")),
             unit="short",
+            soft_maximum=1,
         ),
         graph(
             "Cached blocks written to, per second",
@@ -175,6 +185,7 @@ def _kv_cache() -> list[Panel]:
             Query("copied on write", rate("randkv_copied_on_write_blocks_total")),
             Query("uncached", rate("randkv_uncached_blocks_total")),
             unit="short",
+            soft_maximum=1,
         ),
         graph(
             "Plans dropped per second",
@@ -194,6 +205,7 @@ def _requests() -> list[Panel]:
             "Requests in the running batch, by their policy.",
             Query("{{policy}}", f"sum by (policy) ({series('randkv_running_requests')})"),
             unit="short",
+            soft_maximum=1,
             stacked=True,
         ),
         graph(
@@ -201,6 +213,7 @@ def _requests() -> list[Panel]:
             "Requests for generation, by policy and by how they ended.",
             Query("{{policy}}: {{outcome}}", rate("randkv_requests_total", by="policy, outcome")),
             unit="reqps",
+            soft_maximum=0.1,
             stacked=True,
         ),
         graph(

@@ -31,11 +31,12 @@ def _top() -> list[Panel]:
     return [
         number(
             "Servers up",
-            "Servers that answered the newest scrape.",
-            Query("up", f"sum({up})"),
-            unit="none",
+            "Share of the servers that answered the newest scrape.",
+            Query("up", f"avg({up})"),
+            unit="percentunit",
             steps=(Step("red"), Step("green", 1)),
             no_value="none known",
+            maximum=1,
         ),
         number(
             "Requests per second",
@@ -90,6 +91,7 @@ def _traffic() -> list[Panel]:
             "Requests for generation, by how they ended.",
             Query("{{outcome}}", rate("randkv_requests_total", by="outcome")),
             unit="reqps",
+            soft_maximum=0.1,
             stacked=True,
         ),
         graph(
@@ -98,6 +100,7 @@ def _traffic() -> list[Panel]:
             Query("prompt", rate("vllm:prompt_tokens_total")),
             Query("generated", rate("vllm:generation_tokens_total")),
             unit="short",
+            soft_maximum=1,
         ),
         graph(
             "Requests in the engine",
@@ -105,6 +108,7 @@ def _traffic() -> list[Panel]:
             Query("running", f"sum({series('vllm:num_requests_running')})"),
             Query("waiting", f"sum({series('vllm:num_requests_waiting')})"),
             unit="short",
+            soft_maximum=1,
             stacked=True,
         ),
     ]
@@ -155,6 +159,7 @@ def _engine() -> list[Panel]:
             ),
             unit="percentunit",
             maximum=1,
+            joined=True,
             span=6,
         ),
         graph(
@@ -224,4 +229,4 @@ def _quantiles(title: str, description: str, histogram: str, span: int = 8) -> P
     queries = (
         Query(f"p{share * 100:g}", quantile(share, histogram)) for share in (0.5, 0.95, 0.99)
     )
-    return graph(title, description, *queries, unit="s", span=span)
+    return graph(title, description, *queries, unit="s", joined=True, span=span)

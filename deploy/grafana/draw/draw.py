@@ -79,7 +79,10 @@ def results(url: str, dashboard: dict[str, Any], start: float, end: float) -> di
             expr = target["expr"]
             for name, value in values.items():
                 expr = expr.replace(name, value)
-            series = answer(url, "query_range", query=expr, start=start, end=end, step=step)
+            if target["instant"]:
+                series = answer(url, "query", query=expr, time=end)
+            else:
+                series = answer(url, "query_range", query=expr, start=start, end=end, step=step)
             found.setdefault(panel["id"], {})[target["refId"]] = series
     return {"dashboard": dashboard, "from": start, "to": end, "step": step, "results": found}
 

@@ -4,6 +4,7 @@ import '@fontsource/inter/latin-400.css';
 import '@fontsource/inter/latin-500.css';
 
 import {
+  applyNullInsertThreshold,
   createTheme,
   dateTime,
   FieldType,
@@ -17,9 +18,12 @@ import {
 import { BigValue, GlobalStyles, PanelChrome, TimeSeries } from '@grafana/ui';
 import { createRoot } from 'react-dom/client';
 
+type Sample = [seconds: number, value: string];
+
 interface Series {
   metric: Record<string, string>;
-  values: Array<[number, string]>;
+  value?: Sample; // of an instant query
+  values?: Sample[];
 }
 
 interface Input {
@@ -50,7 +54,8 @@ function legend(format: string, labels: Record<string, string>): string {
 function frames(panel: any): DataFrame[] {
   const defaults = panel.fieldConfig.defaults;
   const found: DataFrame[] = panel.targets.flatMap((target: any) =>
-    (input.results[panel.id][target.refId] ?? []).map((series) => {
+    input.results[panel.id][target.refId].map((series) => {
+      const samples = series.values ?? [series.value!];
       const frame = toDataFrame({
         refId: target.refId,
         fields: [
@@ -58,14 +63,14 @@ function frames(panel: any): DataFrame[] {
             name: 'Time',
             type: FieldType.time,
             config: { interval: input.step * 1000 },
-            values: series.values.map(([seconds]) => seconds * 1000),
+            values: samples.map(([seconds]) => seconds * 1000),
           },
           {
             name: 'Value',
             type: FieldType.number,
             labels: series.metric,
             config: { ...defaults, displayNameFromDS: legend(target.legendFormat, series.metric) },
-            values: series.values.map(([, value]) => Number(value)),
+            values: samples.map(([, value]) => Number(value)),
           },
         ],
       });
@@ -113,7 +118,9 @@ function Stat({ panel, width, height }: any) {
 }
 
 function Graph({ panel, width, height }: any) {
-  const data = frames(panel);
+  // As the time series panel does: what is missing becomes a gap.
+  const ends = { refFieldPseudoMin: from.valueOf(), refFieldPseudoMax: to.valueOf() };
+  const data = frames(panel).map((frame) => applyNullInsertThreshold({ frame, ...ends }));
   if (data.length === 0) {
     return <p style={{ lineHeight: `${height}px`, textAlign: 'center' }}>{panel.fieldConfig.defaults.noValue}</p>;
   }

@@ -21,30 +21,30 @@ type Json<T> = T extends string
         : T;
 
 // The data source's own query type is not part of @grafana/schema.
-interface Target {
+interface Target<IsInstant extends boolean> {
   datasource: DataSourceRef;
   expr: string;
-  instant: false;
+  instant: IsInstant;
   legendFormat: string;
-  range: true;
+  range: IsInstant extends true ? false : true;
   refId: string;
 }
 
 type Filled = Required<Pick<Panel, 'description' | 'gridPos' | 'id' | 'title'>>;
 
-interface Drawn<Type extends string, Options, Custom>
+interface Drawn<Type extends string, Options, Custom, IsInstant extends boolean>
   extends Omit<Panel, keyof Filled | 'fieldConfig' | 'options' | 'targets' | 'type'>,
     Filled {
   fieldConfig: { defaults: Omit<FieldConfig, 'custom'> & { custom?: Custom }; overrides: never[] };
   options: Options;
-  targets: Target[];
+  targets: Array<Target<IsInstant>>;
   type: Type;
 }
 
 // Options that a panel leaves out have their defaults.
 type AnyPanel =
-  | Drawn<'stat', Partial<StatOptions>, never>
-  | Drawn<'timeseries', TimeSeriesOptions, TimeSeriesFieldConfig>
+  | Drawn<'stat', Partial<StatOptions>, never, true>
+  | Drawn<'timeseries', TimeSeriesOptions, TimeSeriesFieldConfig, false>
   | (Omit<RowPanel, 'type'> & { type: 'row' });
 
 // What the Prometheus data source stores beside the fields of every annotation query.
