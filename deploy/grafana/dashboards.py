@@ -16,6 +16,7 @@ from grafana_foundation_sdk.models.dashboard import (
     DashboardCursorSync,
     DashboardLinkType,
     GridPos,
+    Panel,
     RowPanel,
     VariableOption,
     VariableRefresh,
@@ -56,9 +57,9 @@ def to_json(module: ModuleType) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-def _placed(module: ModuleType) -> list[object]:
+def _placed(module: ModuleType) -> list[Panel | RowPanel]:
     """Panels from left to right and from top to bottom, a row panel above each titled group."""
-    placed: list[object] = []
+    placed: list[Panel | RowPanel] = []
     y = 0
     for title, panels in module.panels().items():
         if title:

@@ -8,6 +8,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from grafana_foundation_sdk.builders import common, dashboard, prometheus, stat, timeseries
+from grafana_foundation_sdk.cog.builder import Builder
+from grafana_foundation_sdk.cog.variants import Dataquery
 from grafana_foundation_sdk.models.common import (
     BigValueColorMode,
     BigValueGraphMode,
@@ -180,8 +182,8 @@ def graph(
     return panel
 
 
-def _targets(queries: Sequence[Query], *, is_instant: bool) -> list[prometheus.Dataquery]:
-    targets = []
+def _targets(queries: Sequence[Query], *, is_instant: bool) -> list[Builder[Dataquery]]:
+    targets: list[Builder[Dataquery]] = []
     for index, query in enumerate(queries):
         target = prometheus.Dataquery().datasource(DATA_SOURCE).ref_id(chr(ord("A") + index))
         target.expr(query.expr).legend_format(query.legend)
