@@ -195,3 +195,9 @@ def test_one_version_of_the_sdk_is_pinned() -> None:
     pin = lines[-1]
     assert pin in (REPOSITORY / "deploy" / "local" / "dev.txt").read_text().splitlines()
     assert f'"{pin}"' in (REPOSITORY / "pyproject.toml").read_text()
+
+
+def test_the_types_are_those_of_the_grafana_that_runs() -> None:
+    version = json.loads((CHECK / "package.json").read_text())["dependencies"]["@grafana/schema"]
+    image = f"GRAFANA_IMAGE=grafana/grafana:{version}"
+    assert image in (REPOSITORY / ".env.example").read_text().splitlines()

@@ -6,7 +6,7 @@ import ts from 'typescript';
 
 const options = {
   module: ts.ModuleKind.ESNext,
-  moduleResolution: ts.ModuleResolutionKind.Bundler,
+  moduleResolution: ts.ModuleResolutionKind.Node10, // the types of panels are not among the exports
   noEmit: true,
   skipLibCheck: true, // only what is used of the declarations concerns us
   strict: true,
