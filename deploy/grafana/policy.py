@@ -150,9 +150,10 @@ def _kv_cache() -> list[Panel]:
     return [
         graph(
             "Tokens of a request under RandKV, average",
-            "Computed tokens of requests that ended, and the slots of the KV cache they then held.",
+            "Computed tokens of requests that ended, the slots they then held, and the default's bound.",
             Query("computed", average("randkv_request_absolute_tokens", _RANDKV)),
             Query("held", average("randkv_request_physical_tokens", _RANDKV)),
+            Query("bound by default", f"max({series('randkv_default_bound_tokens')})"),
             unit="short",
             joined=True,
         ),
@@ -199,6 +200,8 @@ def _kv_cache() -> list[Panel]:
 
 def _requests() -> list[Panel]:
     build = "by (version, vllm_version, compactor, patch)"
+    ended = rate("randkv_requests_total", by="policy, outcome")
+    seen = f"sum by (policy, outcome) ({series('randkv_requests_total')})"
     return [
         graph(
             "Requests running",
@@ -211,7 +214,7 @@ def _requests() -> list[Panel]:
         graph(
             "Requests ended per second",
             "Requests for generation, by policy and by how they ended.",
-            Query("{{policy}}: {{outcome}}", rate("randkv_requests_total", by="policy, outcome")),
+            Query("{{policy}}: {{outcome}}", f"{ended} and {seen} > 0"),
             unit="reqps",
             soft_maximum=0.1,
             stacked=True,

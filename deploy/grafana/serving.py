@@ -12,7 +12,6 @@ DESCRIPTION = "Traffic, latency, queue, KV cache and failures of the servers."
 
 _ENDED = rate("randkv_requests_total")
 _FAILED = 'outcome=~"error|refused"'
-_READY = 'http_requests_total{instance=~"$instance",handler="/ready"'
 
 
 def panels() -> dict[str, list[Panel]]:
@@ -27,12 +26,12 @@ def panels() -> dict[str, list[Panel]]:
 
 
 def _top() -> list[Panel]:
-    up = of_servers('up{instance=~"$instance"}')
+    known = "count({})".format(of_servers('up{instance=~"$instance"}'))
     return [
         number(
-            "Servers up",
-            "Share of the servers that answered the newest scrape.",
-            Query("up", f"avg({up})"),
+            "Servers ready",
+            "Share of the servers that take new requests.",
+            Query("ready", f"(sum({series('randkv_ready')}) or 0 * {known}) / {known}"),
             unit="percentunit",
             steps=(Step("red"), Step("green", 1)),
             no_value="none known",
@@ -181,8 +180,7 @@ def _engine() -> list[Panel]:
 
 def _failures() -> list[Panel]:
     scraped = f'avg_over_time(up{{instance=~"$instance"}}{WINDOW})'
-    probes = f"rate({_READY}}}{WINDOW})"
-    answered = f'rate({_READY},status="2xx"}}{WINDOW})'
+    ready = f"avg_over_time({series('randkv_ready')}{WINDOW})"
     return [
         graph(
             "Requests without a full answer, per second",
@@ -209,15 +207,9 @@ def _failures() -> list[Panel]:
         ),
         graph(
             "Up and ready",
-            "Share of the scrapes that were answered, and of the probes of /ready that passed.",
-            Query("up: {{instance}}", f"avg by (instance) ({of_servers(scraped)})"),
-            Query(
-                "ready: {{instance}}",
-                ratio(
-                    f"sum by (instance) ({of_servers(answered)})",
-                    f"sum by (instance) ({of_servers(probes)})",
-                ),
-            ),
+            "Share of the scrapes that were answered, and of those that found the server ready.",
+            Query("up: {{instance}}", f"min by (instance) ({of_servers(scraped)})"),
+            Query("ready: {{instance}}", f"min by (instance) ({ready})"),
             unit="percentunit",
             maximum=1,
             stepped=True,

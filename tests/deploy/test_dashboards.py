@@ -21,8 +21,8 @@ CHECK = Path(__file__).parent / "grafana"
 BUILD = REPOSITORY / "build" / "grafana" / "check"
 DATA_SOURCE = {"type": "prometheus", "uid": "randkv-prometheus"}
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
-OF_OTHERS = {"up", "process_start_time_seconds", "http_requests_total"}
-"""From Prometheus, its client and vLLM's instrumentation of HTTP."""
+OF_OTHERS = {"up", "process_start_time_seconds"}
+"""From Prometheus and its client."""
 
 dashboards = pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
 each_panel = pytest.mark.parametrize(
