@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test lint format bench bench-compactor gpu-check env image-cpu image-gpu clean
+.PHONY: help setup serve test lint format dashboards dashboards-picture bench bench-compactor gpu-check env image-cpu image-gpu clean
 python := .venv/bin/python
 ARGS ?=
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
 
 setup: ## Prepare .venv/, the patched vLLM in it, and the default model (once)
 	@./deploy/local/setup.sh
@@ -27,6 +27,12 @@ lint: setup ## Check formatting, style and types
 format: setup ## Format the code
 	@.venv/bin/ruff format .
 	@.venv/bin/ruff check --fix .
+
+dashboards: setup ## Write the Grafana dashboards again, after a change to deploy/grafana/
+	@$(python) deploy/grafana/dashboards.py
+
+dashboards-picture: ## Draw the dashboards from a live Prometheus: URL=http://127.0.0.1:9090
+	@python3 deploy/grafana/draw/draw.py $(URL) $(ARGS)
 
 bench: setup ## Measure the share of compaction, and what patch and front end cost
 	@$(python) -m benchmarks.compaction
