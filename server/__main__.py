@@ -66,6 +66,13 @@ def main() -> int:
     from vllm.platforms import current_platform
 
     cli_env_setup()
+    if current_platform.is_unspecified():
+        sys.stderr.write(
+            "error: vLLM sees no device that it was built for. With its build for NVIDIA GPUs: is "
+            "there a GPU (nvidia-smi), and is it given to this container (docker run --gpus all, "
+            "with the NVIDIA container toolkit)? Without one: the image for CPUs, or make serve.\n"
+        )
+        return 1
     parsed = parse_arguments(sys.argv[1:])
     try:
         compactor.check(parsed.kv_cache_compactor, current_platform.device_type)

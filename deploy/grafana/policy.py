@@ -150,7 +150,7 @@ def _kv_cache() -> list[Panel]:
     return [
         graph(
             "Tokens of a request under RandKV, average",
-            "Computed tokens of requests that ended, the slots they then held, and the default's bound.",
+            "Computed tokens of requests that ended, slots they then held, the default's bound.",
             Query("computed", average("randkv_request_absolute_tokens", _RANDKV)),
             Query("held", average("randkv_request_physical_tokens", _RANDKV)),
             Query("bound by default", f"max({series('randkv_default_bound_tokens')})"),

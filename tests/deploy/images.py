@@ -12,19 +12,13 @@ from functools import cache
 from pathlib import Path
 
 import docker
-import pytest
 from docker.errors import DockerException
+
+from tests.needs import skip_or_fail
 
 REPOSITORY = Path(__file__).parents[2]
 BUILD = REPOSITORY / "build" / "deploy"
 PYTHON_IMAGE, DEBIAN_IMAGE = "randkv-test/python:3.11", "randkv-test/debian:bookworm"
-
-
-def skip_or_fail(reason: str) -> None:
-    """Skip, except in .ci/run, where what is missing was to be installed."""
-    if os.environ.get("RANDKV_NO_SKIPS"):
-        pytest.fail(f"RANDKV_NO_SKIPS is set, but {reason}")
-    pytest.skip(reason)
 
 
 def run(*command: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -66,8 +60,7 @@ def docker_command() -> str:
             or not run(path, "buildx", "version", check=False).returncode
         ):
             return path
-    skip_or_fail("no docker client here builds with BuildKit")
-    raise AssertionError
+    return skip_or_fail("no docker client here builds with BuildKit")
 
 
 @cache

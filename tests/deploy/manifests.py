@@ -8,7 +8,6 @@ operator from the cloudcoil packages, made from their CRDs. Unknown fields are e
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sysconfig
@@ -20,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import pytest
 import referencing
 import yaml
+
+from tests.needs import skip_or_fail
 
 REPOSITORY = Path(__file__).parents[2]
 KUBERNETES = REPOSITORY / "deploy" / "k8s"
@@ -33,13 +33,6 @@ VERSIONS = ("1.30", "1.37")
 DEFINITIONS = "https://kubernetes.io/api/_definitions.json"
 
 Manifest = dict[str, Any]
-
-
-def skip_or_fail(reason: str) -> None:
-    """Skip, except in .ci/run, where what is missing was to be installed."""
-    if os.environ.get("RANDKV_NO_SKIPS"):
-        pytest.fail(f"RANDKV_NO_SKIPS is set, but {reason}")
-    pytest.skip(reason)
 
 
 def kubectl() -> str:

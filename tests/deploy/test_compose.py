@@ -269,7 +269,7 @@ def inside(container: Any, path: str) -> str:
 KILL_THE_ENGINE = """
 import os, pathlib, signal
 for entry in pathlib.Path("/proc").glob("[0-9]*"):
-    if b"EngineCore" in (entry / "cmdline").read_bytes():
+    if (entry / "cmdline").read_bytes().startswith(b"VLLM::EngineCore"):
         os.kill(int(entry.name), signal.SIGKILL)
         print("killed", entry.name)
 """

@@ -15,7 +15,7 @@ import pytest
 
 from randkv.metrics import METRICS
 from tests.deploy.dashboard_queries import DASHBOARDS, REPOSITORY, panels, queries
-from tests.op.back_ends import skip_or_fail
+from tests.needs import skip_or_fail
 
 CHECK = Path(__file__).parent / "grafana"
 BUILD = REPOSITORY / "build" / "grafana" / "check"

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 import yaml
 
 from randkv.metrics import METRICS
+from tests.needs import skip_or_fail
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 PROMETHEUS = DEPLOY / "prometheus"
@@ -35,10 +35,7 @@ _SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_
 def promtool(*arguments: str | Path) -> None:
     """Run promtool; a test fails with its words if it fails."""
     if shutil.which("promtool") is None:
-        reason = "promtool is missing: apt-get install prometheus"
-        if os.environ.get("RANDKV_NO_SKIPS"):
-            pytest.fail(f"RANDKV_NO_SKIPS is set, but {reason}")
-        pytest.skip(reason)
+        skip_or_fail("promtool is missing: apt-get install prometheus")
     done = subprocess.run(
         ["promtool", *map(str, arguments)], capture_output=True, text=True, check=False
     )

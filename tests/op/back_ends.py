@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import subprocess
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from numpy.typing import NDArray
 
@@ -34,13 +32,6 @@ def make(target: str, *arguments: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def skip_or_fail(reason: str) -> None:
-    """Skip, except in .ci/run, where what is missing was to be installed."""
-    if os.environ.get("RANDKV_NO_SKIPS"):
-        pytest.fail(f"RANDKV_NO_SKIPS is set, but {reason}")
-    pytest.skip(reason)
 
 
 def operator_rounds(rounds: Rounds) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

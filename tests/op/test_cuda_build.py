@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from randkv.compactor.native import LIBRARIES
-from tests.op.back_ends import BUILD, REPOSITORY, make, skip_or_fail
+from tests.needs import skip_or_fail
+from tests.op.back_ends import BUILD, REPOSITORY, make
 
 NVCC = REPOSITORY / "build" / "cuda" / "nvidia" / "cu13" / "bin" / "nvcc"
 VECTORS = 3  # the kernel is there for vectors of 16, 4 and 1 bytes
