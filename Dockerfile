@@ -131,6 +131,8 @@ HEALTHCHECK --interval=5s --timeout=5s --start-period=30m --retries=3 \
     CMD ["python", "/opt/randkv/healthcheck.py"]
 
 FROM runtime AS cpu
+# vLLM's sampler for CPUs is compiled by torch at its first use, which would take a C++ compiler.
+ENV TORCHDYNAMO_DISABLE=1
 COPY --from=patched-cpu /opt/venv /opt/venv
 COPY --from=model /models /opt/randkv/models
 COPY pyproject.toml LICENSE deploy/image/entrypoint.sh deploy/image/healthcheck.py ./
