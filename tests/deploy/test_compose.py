@@ -187,7 +187,7 @@ def test_evicted_pairs_grow_by_what_the_answers_report(deployment: Deployment) -
 
 
 def test_sampling_without_a_seed_needs_no_compiler(deployment: Deployment) -> None:
-    """vLLM takes another way there, which torch compiles unless it is told not to."""
+    """VLLM takes another way there, which torch compiles unless it is told not to."""
     assert deployment.chat(RANDKV, None, max_tokens=20)["evicted_tokens"] == 0
 
 
