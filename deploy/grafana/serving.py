@@ -170,7 +170,7 @@ def _engine() -> list[Panel]:
         ),
         _quantiles(
             "Time in the queue",
-            "From arrival in the engine to the first step; below 0.3 s, the smallest bucket, a guess.",
+            "From arrival in the engine to the first step; a guess below 0.3 s, the least bucket.",
             "vllm:request_queue_time_seconds",
             span=6,
         ),
