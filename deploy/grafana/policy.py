@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from panels import Panel, Query, Step, graph, names, number
-from promql import average, quantile, rate, rate_or_zero, ratio, series
+from promql import average, quantile, rate, rate_of_seen, rate_or_zero, ratio, series
 
 UID = "randkv"
 TITLE = "RandKV: policy"
@@ -200,8 +200,6 @@ def _kv_cache() -> list[Panel]:
 
 def _requests() -> list[Panel]:
     build = "by (version, vllm_version, compactor, patch)"
-    ended = rate("randkv_requests_total", by="policy, outcome")
-    seen = f"sum by (policy, outcome) ({series('randkv_requests_total')})"
     return [
         graph(
             "Requests running",
@@ -214,7 +212,9 @@ def _requests() -> list[Panel]:
         graph(
             "Requests ended per second",
             "Requests for generation, by policy and by how they ended.",
-            Query("{{policy}}: {{outcome}}", f"{ended} and {seen} > 0"),
+            Query(
+                "{{policy}}: {{outcome}}", rate_of_seen("randkv_requests_total", "policy, outcome")
+            ),
             unit="reqps",
             soft_maximum=0.1,
             stacked=True,

@@ -23,6 +23,11 @@ def rate_or_zero(metric: str, *matchers: str) -> str:
     return f"{rate(metric, *matchers)} or 0 * max({series('randkv_build_info')})"
 
 
+def rate_of_seen(metric: str, by: str) -> str:
+    """As `rate`, without those that were never counted: in a stack their zeros hide others."""
+    return f"{rate(metric, by=by)} and sum by ({by}) ({series(metric)}) > 0"
+
+
 def ratio(numerator: str, denominator: str) -> str:
     """Nothing, rather than NaN or a made-up 0, while the denominator is 0."""
     return f"({numerator}) / (({denominator}) > 0)"

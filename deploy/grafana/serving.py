@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from panels import Panel, Query, Step, graph, number
-from promql import WINDOW, of_servers, quantile, rate, rate_or_zero, ratio, series
+from promql import WINDOW, of_servers, quantile, rate, rate_of_seen, rate_or_zero, ratio, series
 
 UID = "randkv-serving"
 TITLE = "RandKV: serving"
@@ -88,7 +88,7 @@ def _traffic() -> list[Panel]:
         graph(
             "Requests ended per second",
             "Requests for generation, by how they ended.",
-            Query("{{outcome}}", rate("randkv_requests_total", by="outcome")),
+            Query("{{outcome}}", rate_of_seen("randkv_requests_total", "outcome")),
             unit="reqps",
             soft_maximum=0.1,
             stacked=True,
@@ -108,7 +108,6 @@ def _traffic() -> list[Panel]:
             Query("waiting", f"sum({series('vllm:num_requests_waiting')})"),
             unit="short",
             soft_maximum=1,
-            stacked=True,
         ),
     ]
 
@@ -171,7 +170,7 @@ def _engine() -> list[Panel]:
         ),
         _quantiles(
             "Time in the queue",
-            "From the arrival of a request in the engine to its first step.",
+            "From arrival in the engine to the first step; a guess below 0.3 s, the least bucket.",
             "vllm:request_queue_time_seconds",
             span=6,
         ),
