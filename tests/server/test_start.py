@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,11 @@ def test_ready_in_under_a_minute(default_server: Server) -> None:
 
 
 def test_the_printed_curl_works(default_server: Server) -> None:
-    command = re.search(r"^curl .*$", default_server.printed, re.MULTILINE)
-    assert command
+    # The server looks five times a second whether it answers already.
+    deadline = time.monotonic() + 5
+    while not (command := re.search(r"^curl .*$", default_server.printed, re.MULTILINE)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     done = subprocess.run(
         ["bash", "-c", f"{command[0]} -sS"], capture_output=True, text=True, timeout=300
     )
