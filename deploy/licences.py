@@ -11,15 +11,14 @@ it. One under the GPL or AGPL is refused all the same, until its line begins wit
 from __future__ import annotations
 
 import argparse
-import json
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from lock import PIN, normalised, what_pip_picks
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE = REPOSITORY / "docs" / "licences.md"
@@ -28,7 +27,6 @@ IMAGES = {
     "gpu": ("deploy/image/gpu.txt",),
 }
 PIP = 26
-PIN = re.compile(r"^([A-Za-z0-9][\w.-]*)==([^\s;\\]+)")
 ROW = re.compile(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$")
 
 NOT_PERMISSIVE = re.compile(r"GPL|MPL|EUPL|EPL|CDDL|Proprietary|End User|Agreement|NVIDIA", re.I)
@@ -62,10 +60,6 @@ class Package(NamedTuple):
     version: str
     licence: str
     images: str
-
-
-def normalised(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def pins() -> dict[tuple[str, str], list[str]]:
@@ -102,14 +96,7 @@ def asked() -> list[Package]:
     packages = []
     wanted = pins()
     for files in IMAGES.values():
-        with tempfile.TemporaryDirectory() as folder:
-            report = Path(folder, "report.json")
-            command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed"]
-            command += ["--no-deps", "--only-binary", ":all:", "--report", str(report)]
-            for file in files:
-                command += ["-r", str(REPOSITORY / file)]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-            installs = json.loads(report.read_text(encoding="utf-8"))["install"]
+        installs = what_pip_picks((REPOSITORY / file for file in files), "--no-deps")
         for metadata in (item["metadata"] for item in installs):
             name, release = metadata["name"], metadata["version"]
             if images := wanted.pop((normalised(name), release), None):

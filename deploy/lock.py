@@ -15,21 +15,32 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 PIN = re.compile(r"^([A-Za-z0-9][\w.-]*)==([^\s;\\]+)")
 
 
+def what_pip_picks(requirements: Iterable[Path], *options: str) -> list[dict[str, Any]]:
+    """Pip's report on each wheel that it would install; nothing is installed."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.json")
+        command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed"]
+        command += ["--only-binary", ":all:", "--report", str(report), *options]
+        for file in requirements:
+            command += ["-r", str(file)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        found: list[dict[str, Any]] = json.loads(report.read_text(encoding="utf-8"))["install"]
+    return found
+
+
 def wheels(pins: list[str], *options: str) -> dict[str, tuple[str, str, str]]:
     """By normalised name: name, version and SHA-256 of the wheels that pip picks for `pins`."""
     with tempfile.TemporaryDirectory() as folder:
-        report, requirements = Path(folder, "report.json"), Path(folder, "requirements.txt")
+        requirements = Path(folder, "requirements.txt")
         requirements.write_text("\n".join(pins) + "\n")
-        command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed"]
-        command += ["--only-binary", ":all:", "--report", str(report), *options]
-        subprocess.run([*command, "-r", str(requirements)], check=True, stdout=subprocess.DEVNULL)
-        found: list[dict[str, Any]] = json.loads(report.read_text())["install"]
+        found = what_pip_picks([requirements], *options)
     return {
         normalised(item["metadata"]["name"]): (
             item["metadata"]["name"],

@@ -30,6 +30,7 @@ from grafana_foundation_sdk.models.dashboard import (
     Threshold,
     ThresholdsMode,
 )
+from promql import quantile
 
 DATA_SOURCE = DataSourceRef(type_val="prometheus", uid="randkv-prometheus")
 STAT_HEIGHT = 4
@@ -180,6 +181,14 @@ def graph(
     if soft_maximum is not None:
         panel.axis_soft_max(soft_maximum)
     return panel
+
+
+def quantiles(title: str, description: str, histogram: str, span: int = 8) -> Panel:
+    """Graph of a time's median, 95th and 99th percentile."""
+    queries = (
+        Query(f"p{share * 100:g}", quantile(share, histogram)) for share in (0.5, 0.95, 0.99)
+    )
+    return graph(title, description, *queries, unit="s", joined=True, span=span)
 
 
 def _targets(queries: Sequence[Query], *, is_instant: bool) -> list[Builder[Dataquery]]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from panels import Panel, Query, Step, graph, names, number
+from panels import Panel, Query, Step, graph, names, number, quantiles
 from promql import average, quantile, rate, rate_of_seen, rate_or_zero, ratio, series
 
 UID = "randkv"
@@ -90,10 +90,6 @@ def _top() -> list[Panel]:
 
 
 def _rounds() -> list[Panel]:
-    step_times = [
-        Query(f"p{share * 100:g}", quantile(share, "randkv_compaction_seconds"))
-        for share in (0.5, 0.95, 0.99)
-    ]
     return [
         graph(
             "Token-head pairs per second",
@@ -128,12 +124,10 @@ def _rounds() -> list[Panel]:
             unit="percentunit",
             soft_maximum=0.001,
         ),
-        graph(
+        quantiles(
             "Time of a step's rounds",
             "How long the rounds of one engine step take, on the reporting rank.",
-            *step_times,
-            unit="s",
-            joined=True,
+            "randkv_compaction_seconds",
         ),
         graph(
             "Tokens replayed",

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from panels import Panel, Query, Step, graph, number
+from panels import Panel, Query, Step, graph, number, quantiles
 from promql import WINDOW, of_servers, quantile, rate, rate_of_seen, rate_or_zero, ratio, series
 
 UID = "randkv-serving"
@@ -114,17 +114,17 @@ def _traffic() -> list[Panel]:
 
 def _latency() -> list[Panel]:
     return [
-        _quantiles(
+        quantiles(
             "Time to first token",
             "From the arrival of a request to its first token.",
             "vllm:time_to_first_token_seconds",
         ),
-        _quantiles(
+        quantiles(
             "Time between tokens",
             "From one token of a request to its next.",
             "vllm:inter_token_latency_seconds",
         ),
-        _quantiles(
+        quantiles(
             "Time of a request",
             "From the arrival of a request to its end.",
             "vllm:e2e_request_latency_seconds",
@@ -168,7 +168,7 @@ def _engine() -> list[Panel]:
             soft_maximum=0.1,
             span=6,
         ),
-        _quantiles(
+        quantiles(
             "Time in the queue",
             "From arrival in the engine to the first step; a guess below 0.3 s, the least bucket.",
             "vllm:request_queue_time_seconds",
@@ -214,10 +214,3 @@ def _failures() -> list[Panel]:
             stepped=True,
         ),
     ]
-
-
-def _quantiles(title: str, description: str, histogram: str, span: int = 8) -> Panel:
-    queries = (
-        Query(f"p{share * 100:g}", quantile(share, histogram)) for share in (0.5, 0.95, 0.99)
-    )
-    return graph(title, description, *queries, unit="s", joined=True, span=span)

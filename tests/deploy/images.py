@@ -137,10 +137,8 @@ def _make_stand_ins() -> None:
         run(script, PYTHON_IMAGE, DEBIAN_IMAGE, DOCKER=docker_command())
 
 
-def build(target: str, folder: Path = REPOSITORY, *options: str) -> str:
-    """What `make image-cpu` does, in the tree at `folder`; the output of the build."""
+def build(target: str, folder: Path = REPOSITORY) -> None:
+    """What `make image-cpu` does, in the tree at `folder`."""
     daemon()
-    arguments = ["--progress=plain", "--build-arg", f"PYTHON_IMAGE={python_image()}", *options]
-    script = str(folder / "deploy/image/build.sh")
-    done = run(script, target, *arguments, DOCKER=docker_command())
-    return done.stdout + done.stderr
+    arguments = ["--progress=plain", "--build-arg", f"PYTHON_IMAGE={python_image()}"]
+    run(str(folder / "deploy/image/build.sh"), target, *arguments, DOCKER=docker_command())

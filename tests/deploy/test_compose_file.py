@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.deploy.images import REPOSITORY, compose_command
+from tests.deploy.images import REPOSITORY, compose_command, run
 
 EXAMPLE = (REPOSITORY / ".env.example").read_text()
 VARIABLES = re.findall(r"^(\w+)=", EXAMPLE, re.MULTILINE)
@@ -21,13 +21,7 @@ VARIABLES = re.findall(r"^(\w+)=", EXAMPLE, re.MULTILINE)
 
 def compose(env: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     files = ["--env-file", str(env), "--project-directory", str(REPOSITORY)]
-    return subprocess.run(
-        [*compose_command(), *files, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=REPOSITORY,
-    )
+    return run(*compose_command(), *files, *arguments, check=False)
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import importlib
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -13,15 +13,11 @@ from tests.deploy.manifests import REPOSITORY
 
 
 @pytest.fixture(scope="module")
-def licences() -> ModuleType:
+def licences() -> Iterator[ModuleType]:
     """The program, which is in no package."""
-    spec = importlib.util.spec_from_file_location("licences", REPOSITORY / "deploy/licences.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["licences"] = module
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(REPOSITORY / "deploy")
+        yield importlib.import_module("licences")
 
 
 def test_the_page_is_up_to_date(licences: ModuleType) -> None:
