@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shutil
@@ -15,12 +14,12 @@ import pytest
 
 from randkv.metrics import METRICS
 from tests.deploy.dashboard_queries import DASHBOARDS, REPOSITORY, panels, queries
+from tests.deploy.metric_names import of_vllm, ours
 from tests.needs import skip_or_fail
 
 CHECK = Path(__file__).parent / "grafana"
 BUILD = REPOSITORY / "build" / "grafana" / "check"
 DATA_SOURCE = {"type": "prometheus", "uid": "randkv-prometheus"}
-SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 OF_OTHERS = {"up", "process_start_time_seconds"}
 """From Prometheus and its client."""
 
@@ -157,26 +156,11 @@ def test_a_query_has_a_legend_and_follows_the_variables(panel: dict[str, Any]) -
         assert all('instance=~"$instance"' in selector for selector in selectors)
 
 
-def vllm_metrics() -> set[str]:
-    """Names in the sources of vLLM's own metrics, without importing it."""
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    source = Path(next(iter(spec.submodule_search_locations))) / "v1" / "metrics" / "loggers.py"
-    declared = re.compile(r'self\._(counter|gauge|histogram)_cls\(\s*name="(vllm:\w+)"')
-    return {
-        name + suffix
-        for kind, name in declared.findall(source.read_text())
-        for suffix in SUFFIXES[kind]
-    }
-
-
 def test_every_metric_is_one_that_servers_have() -> None:
-    ours = {metric.name + suffix for metric in METRICS for suffix in SUFFIXES[metric.kind]}
     asked = {
         name for query in queries() for name in re.findall(r"([a-z_][\w:]*)(?=\{)", query.expr)
     }
-    assert asked <= ours | vllm_metrics() | OF_OTHERS
+    assert asked <= ours() | of_vllm() | OF_OTHERS
     assert asked >= OF_OTHERS
 
 

@@ -7,14 +7,13 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from randkv.metrics import METRICS
+from tests.deploy.metric_names import of_vllm, ours
 from tests.needs import skip_or_fail
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -29,7 +28,6 @@ _NOT_NAMES = re.compile(
 )
 _NAME = re.compile(r"[a-zA-Z_:][\w:]*(?![\w:]|\s*\()")
 _KEYWORDS = {"and", "or", "unless", "bool", "offset", "sum", "max", "min", "avg"}
-_SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 
 
 def promtool(*arguments: str | Path) -> None:
@@ -59,15 +57,6 @@ RECORDED = {rule["record"]: rule for rule in rules() if "record" in rule}
 def names(expression: str) -> set[str]:
     """The metrics that a PromQL expression selects."""
     return set(_NAME.findall(_NOT_NAMES.sub(" ", expression))) - _KEYWORDS
-
-
-def of_vllm() -> set[str]:
-    """The names of vLLM's metrics as its source declares them, without importing it."""
-    spec = find_spec("vllm")
-    assert spec is not None
-    assert spec.submodule_search_locations
-    source = Path(spec.submodule_search_locations[0]) / "v1" / "metrics" / "loggers.py"
-    return set(re.findall(r'"(vllm:\w+)"', source.read_text(encoding="utf-8")))
 
 
 def test_the_configuration_is_valid(tmp_path: Path) -> None:
@@ -140,9 +129,7 @@ def test_every_alert_of_the_runbook_exists() -> None:
 
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule.get("alert") or rule["record"])
 def test_a_rule_names_metrics_that_exist(rule: dict[str, Any]) -> None:
-    known = {"up", *RECORDED}
-    known |= {m.name + suffix for m in METRICS for suffix in _SUFFIXES[m.kind]}
-    known |= {name + suffix for name in of_vllm() for suffix in ("", "_total", "_bucket")}
+    known = {"up", *RECORDED} | ours() | of_vllm()
     found = names(rule["expr"])
     assert found
     assert found <= known, f"unknown: {sorted(found - known)}"
