@@ -15,6 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "../philox.h"
 #include "../round.h"
 
 namespace randkv::avx512 {
@@ -45,15 +46,15 @@ RANDKV_AVX512 inline void compute_priorities(const Round& round, uint32_t layer,
   __m512i c1 = everywhere(round.round_index);
   __m512i c2 = everywhere(layer), c3 = everywhere(kv_head);
   uint32_t k0 = round.key0, k1 = round.key1;
-  for (int i = 0; i < 10; ++i) {
-    const Products product0 = multiply(c0, _mm512_set1_epi64(0xD2511F53));
-    const Products product1 = multiply(c2, _mm512_set1_epi64(0xCD9E8D57));
+  for (int i = 0; i < kPhiloxRounds; ++i) {
+    const Products product0 = multiply(c0, _mm512_set1_epi64(kPhiloxMultiplier0));
+    const Products product1 = multiply(c2, _mm512_set1_epi64(kPhiloxMultiplier1));
     c0 = _mm512_xor_si512(_mm512_xor_si512(product1.high, c1), everywhere(k0));
     c2 = _mm512_xor_si512(_mm512_xor_si512(product0.high, c3), everywhere(k1));
     c1 = product1.low;
     c3 = product0.low;
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
+    k0 += kPhiloxKeyStep0;
+    k1 += kPhiloxKeyStep1;
   }
   // Lane by lane, the four words of each: transposed 4 x 4 within 128 bits, then the 128 bits.
   const __m512i low01 = _mm512_unpacklo_epi32(c0, c1), high01 = _mm512_unpackhi_epi32(c0, c1);
