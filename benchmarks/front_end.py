@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import copy
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from benchmarks import spread
 from server.options import FRONT_END
 from tests.engine.models import make_small_chat_model
 from tests.server.process import free_port
@@ -96,14 +96,11 @@ def drive(model: str, port: int, num_prompts: int, concurrency: int) -> dict[str
 
 def interval(values: list[float]) -> str:
     """Median, 95 % bootstrap interval of it, quartiles."""
-    dice = random.Random(0)
-    medians = sorted(statistics.median(dice.choices(values, k=len(values))) for _ in range(4000))
-    low, high = medians[100], medians[-101]
+    figure = spread.median(values)
+    if len(values) < 2:
+        return figure.text()
     first, _, third = statistics.quantiles(values, n=4)
-    return (
-        f"{statistics.median(values):.4f} (95 % {low:.4f} to {high:.4f}; "
-        f"quartiles {first:.3f}, {third:.3f})"
-    )
+    return f"{figure.text()[:-1]}; quartiles {first:.3f}, {third:.3f})"
 
 
 def main() -> int:

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks import spread
 from benchmarks.unpatched import make_unpatched
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -92,13 +93,10 @@ def main() -> int:
                 sys.stdout.write(f"{i + 1} pairs: median {statistics.median(ratios):.4f}\n")
                 sys.stdout.flush()
     low, _, high = statistics.quantiles(ratios, n=4)
-    # Sign-test interval of the median: order statistics sqrt(n) either side of the middle.
-    ordered, half = sorted(ratios), len(ratios) ** 0.5
-    first, last = int(len(ratios) / 2 - half), min(int(len(ratios) / 2 + half), len(ratios) - 1)
     sys.stdout.write(
-        f"output tokens/s, patched / unpatched, policy off: median {statistics.median(ratios):.4f} "
-        f"(95 % interval {ordered[max(first, 0)]:.4f} to {ordered[last]:.4f}) over {len(ratios)} "
-        f"pairs, quartiles {low:.4f} to {high:.4f}\n"
+        f"output tokens/s, patched / unpatched, policy off: median "
+        f"{spread.median(ratios).text(4)} over {len(ratios)} pairs, "
+        f"quartiles {low:.4f} to {high:.4f}\n"
     )
     return 0
 

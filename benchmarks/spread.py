@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A figure with its spread: every figure of a benchmark is one of these. Pure numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+NUM_RESAMPLES = 10_000
+
+
+class Figure(NamedTuple):
+    """One value per pair or prompt, summed up.
+
+    Attributes:
+        value: Median or mean of the values.
+        low: Lower end of its 95 % bootstrap interval (percentiles).
+        high: Upper end.
+        num_values: How many values there were.
+    """
+
+    value: float
+    low: float
+    high: float
+    num_values: int
+
+    def text(self, digits: int = 3) -> str:
+        """``1.234 (1.200 to 1.300)``."""
+        return f"{self.value:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
+
+
+def _figure(values: Sequence[float], statistic: Callable[..., Any]) -> Figure:
+    if not values:
+        raise ValueError("a figure needs at least one value")
+    array = np.asarray(values, np.float64)
+    dice = np.random.default_rng(0)
+    drawn = array[dice.integers(len(array), size=(NUM_RESAMPLES, len(array)))]
+    low, high = np.percentile(statistic(drawn, axis=1), [2.5, 97.5])
+    return Figure(float(statistic(array)), float(low), float(high), len(array))
+
+
+def median(values: Sequence[float]) -> Figure:
+    """The median with its interval; resampling is seeded, so the answer is always the same."""
+    return _figure(values, np.median)
+
+
+def mean(values: Sequence[float]) -> Figure:
+    """The mean with its interval; resampling is seeded, so the answer is always the same."""
+    return _figure(values, np.mean)
