@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test lint format dashboards dashboards-picture bench bench-compactor gpu-check env image-cpu image-gpu clean
+.PHONY: help setup serve test lint format dashboards dashboards-picture bench bench-overhead bench-compactor gpu-check env image-cpu image-gpu clean
 python := .venv/bin/python
 ARGS ?=
 
@@ -34,7 +34,10 @@ dashboards: setup ## Write the Grafana dashboards again, after a change to deplo
 dashboards-picture: ## Draw the dashboards from a live Prometheus: URL=http://127.0.0.1:9090
 	@python3 deploy/grafana/draw/draw.py $(URL) $(ARGS)
 
-bench: setup ## Measure the share of compaction, and what patch and front end cost
+bench: setup ## Serve with the full cache and with the policy, in pairs, and report (15 minutes)
+	@$(python) -m benchmarks.serving run --quick $(ARGS)
+
+bench-overhead: setup ## Measure the share of compaction, and what patch and front end cost
 	@$(python) -m benchmarks.compaction
 	@$(python) -m benchmarks.policy_off
 	@$(python) -m benchmarks.front_end

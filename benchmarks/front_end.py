@@ -19,11 +19,10 @@ import sys
 import tempfile
 import time
 import urllib.request
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from benchmarks import spread
+from benchmarks import client, spread
 from server.options import FRONT_END
 from tests.engine.models import make_small_chat_model
 from tests.server.process import free_port
@@ -79,19 +78,12 @@ def wait_for(port: int) -> None:
 
 def drive(model: str, port: int, num_prompts: int, concurrency: int) -> dict[str, Any]:
     """One run of vLLM's benchmark client."""
-    from vllm.benchmarks.serve import add_cli_args, main_async
-
-    parser = argparse.ArgumentParser()
-    add_cli_args(parser)
-    arguments = [
-        *("--backend", "openai", "--base-url", f"http://127.0.0.1:{port}", "--model", "m"),
-        *("--tokenizer", model, "--dataset-name", "random", "--ignore-eos", "--disable-tqdm"),
-        *("--random-input-len", "32", "--random-output-len", "32", "--temperature", "0"),
+    options = client.options(
+        *(f"http://127.0.0.1:{port}", "m", model, 0),
+        *("--dataset-name", "random", "--random-input-len", "32", "--random-output-len", "32"),
         *("--num-prompts", str(num_prompts), "--max-concurrency", str(concurrency)),
-        *("--ready-check-timeout-sec", "0", "--num-warmups", "0"),
-    ]
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        return asyncio.run(main_async(parser.parse_args(arguments)))
+    )
+    return client.drive(options)
 
 
 def interval(values: list[float]) -> str:

@@ -186,9 +186,16 @@ def wait_until(condition: Any, seconds: float, what: str) -> float:
 
 @contextmanager
 def serve(
-    directory: Path, *arguments: str, environment: Mapping[str, str] | None = None
+    directory: Path,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    seconds: float = 300,
 ) -> Iterator[Server]:
-    """Start a server, wait until it answers, and end it in order unless that was done already."""
+    """Start a server, wait until it answers, and end it in order unless that was done already.
+
+    Args:
+        seconds: It has to start in.
+    """
     port, log = free_port(), directory / "log"
     began = time.monotonic()
     with log.open("wb") as output:
@@ -203,7 +210,7 @@ def serve(
     try:
         while not _answers(server):
             assert process.poll() is None, server.printed[-3000:]
-            assert time.monotonic() - began < 300, server.printed[-3000:]
+            assert time.monotonic() - began < seconds, server.printed[-3000:]
             time.sleep(0.2)
         server.seconds = time.monotonic() - began
         yield server

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run as it is stored: what ran, on what, and everything raw that was seen.
+
+``python -m benchmarks.serving.record`` writes the JSON schema again after a change to the models.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+SCHEMA_VERSION = 1
+SCHEMA_FILE = Path(__file__).with_name(f"run-v{SCHEMA_VERSION}.schema.json")
+
+Seconds = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class RefusedRunError(Exception):
+    """A run that must not be taken for a result."""
+
+
+class Record(BaseModel):
+    """Unknown fields are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Hardware(Record):
+    """The machine that server and client ran on."""
+
+    cpu: str
+    num_cores: Count
+    memory_bytes: Count
+    accelerators: list[str]
+
+
+class Settings(Record):
+    """What a run is a repetition of: equal settings give comparable runs."""
+
+    model: str
+    workload: str
+    arm: str
+    num_requests: Count
+    input_len: Count = Field(description="Prompt tokens asked for, of each request.")
+    output_len: Count = Field(description="Output tokens asked for, on average.")
+    num_kv_blocks: Count = Field(description="Blocks that requests can have.")
+    block_size: Count = Field(description="Tokens of a block.")
+    budget: Count | None = Field(description="K, tokens; null for the full cache.")
+    buffer_size: Count | None = Field(description="r, tokens; null for the full cache.")
+
+
+class Request(Record):
+    """One request, as the client saw it."""
+
+    input_len: Count
+    output_len: Count
+    ttft: Seconds = Field(description="Time to the first token, seconds.")
+    itls: list[Seconds] = Field(description="Inter-token latencies in order, seconds.")
+
+
+class Sample(Record):
+    """Gauges of the server at one moment."""
+
+    seconds: Seconds = Field(description="Since the run began.")
+    num_running: Count
+    num_waiting: Count
+    kv_usage: float = Field(ge=0, le=1, description="Share of the blocks in use.")
+
+
+class Run(Record):
+    """One run of one arm."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    settings: Settings
+    pair: Count = Field(description="Runs of all arms with the same number had the same prompts.")
+    seed: Count = Field(description="Of prompts and lengths.")
+    started_at: str = Field(description="ISO 8601, UTC.")
+    hardware: Hardware
+    versions: dict[str, str]
+    patch_digest: str
+    compactor: str
+    server_command: list[str]
+    server_environment: dict[str, str]
+    client_command: list[str]
+    seconds: Seconds = Field(description="From the first request sent to the last token.")
+    requests: list[Request]
+    counters_before: dict[str, float] = Field(description="From /metrics.")
+    counters_after: dict[str, float]
+    samples: list[Sample]
+
+    def grown(self, counter: str) -> float:
+        """How much a counter of the server grew during the run."""
+        return self.counters_after.get(counter, 0.0) - self.counters_before.get(counter, 0.0)
+
+    @property
+    def num_due(self) -> int:
+        """Requests that were long enough for a round."""
+        settings = self.settings
+        if settings.budget is None or settings.buffer_size is None:
+            return 0
+        # A round runs before the step of the next token; the last token is never computed.
+        first_due = settings.budget + settings.buffer_size + 1
+        return sum(r.input_len + r.output_len >= first_due + 2 for r in self.requests)
+
+    def check(self) -> None:
+        """Raises `RefusedRunError` for a run whose counters say that it is not what it claims."""
+        evicted = self.grown("randkv_evicted_token_head_pairs_total")
+        name = f"{self.settings.workload}, {self.settings.arm}, pair {self.pair}"
+        if self.num_due and not evicted:
+            raise RefusedRunError(
+                f"{name}: {self.num_due} requests went beyond budget and buffer, but the server "
+                "counted no evicted pair: the policy did not run"
+            )
+        if evicted and not self.num_due:
+            raise RefusedRunError(
+                f"{name}: the server evicted {evicted:.0f} pairs where no request was due"
+            )
+        tokens = sum(request.output_len for request in self.requests)
+        counted = self.grown("vllm:generation_tokens_total")
+        if counted != tokens:
+            raise RefusedRunError(
+                f"{name}: the client got {tokens} tokens, the server counted {counted:.0f}: "
+                "somebody else used the server"
+            )
+
+
+def schema() -> str:
+    """The JSON schema of `Run`, as it is kept beside this module."""
+    return json.dumps(Run.model_json_schema(), indent=2) + "\n"
+
+
+def load(directory: Path) -> list[Run]:
+    """Every run stored in `directory`, checked.
+
+    Raises:
+        RefusedRunError: A file that is not such a run, or one that must not be a result.
+    """
+    runs = []
+    for path in sorted(directory.glob("*.run.json")):
+        try:
+            run = Run.model_validate_json(path.read_text())
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise RefusedRunError(f"{path}: {where}: {first['msg']}") from None
+        run.check()
+        runs.append(run)
+    return runs
+
+
+def file_name(run: Run) -> str:
+    return f"{run.settings.workload}.{run.settings.arm}.{run.pair:03}.run.json"
+
+
+def store(run: Run, directory: Path) -> Path:
+    """Write `run` into `directory`; whole or not at all."""
+    path = directory / file_name(run)
+    partial = path.with_suffix(".partial")
+    partial.write_text(run.model_dump_json() + "\n")
+    partial.rename(path)
+    return path
+
+
+if __name__ == "__main__":
+    SCHEMA_FILE.write_text(schema())
