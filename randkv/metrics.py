@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
+from randkv.errors import RefusalReason
 from randkv.stats import CompactionStats, FinishedRequest, PolicyStats
 
 _SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0)
@@ -178,6 +179,7 @@ METRICS = (
 )
 
 OUTCOMES = ("stop", "length", "abort", "error", "refused")
+POLICY_REFUSALS = get_args(RefusalReason)
 REFUSALS = ("authentication", "route", "malformed", "too_large", "limit", "overload", "draining")
 
 
@@ -205,13 +207,17 @@ class Metrics:
             self.family("randkv_request_physical_tokens", engine=engine, policy=policy)
 
     def start_front_end(self) -> None:
-        """Show every series that an alert divides by from the beginning, at zero.
+        """Show every counter from the beginning, at zero.
 
-        A counter that appears with its first count has no rate until the second.
+        One that appears with its first count has no rate until the second.
         """
         for policy in ("randkv", "dense", "none"):
             for outcome in OUTCOMES:
                 self.family("randkv_requests", policy=policy, outcome=outcome)
+        for reason in POLICY_REFUSALS:
+            self.family("randkv_refused_overrides", reason=reason)
+        for reason in REFUSALS:
+            self.family("randkv_refused_requests", reason=reason)
 
     def record(self, engine: str, stats: PolicyStats) -> None:
         """Add what an engine reports. `engine` is its data-parallel rank."""
@@ -290,9 +296,9 @@ def to_markdown() -> str:
         "",
         "- `policy`: `randkv`, `dense`; `none` for a request refused before it had one",
         f"- `outcome`: {', '.join(f'`{outcome}`' for outcome in OUTCOMES)}",
-        "- `reason` of refused overrides: `malformed`, `unknown_field`, `out_of_range`, "
-        "`not_allowed`,",
-        "  `long_prompt`, `conflict`",
+        "- `reason` of refused overrides: "
+        f"{', '.join(f'`{reason}`' for reason in POLICY_REFUSALS[:4])},",
+        f"  {', '.join(f'`{reason}`' for reason in POLICY_REFUSALS[4:])}",
         f"- `reason` of refused requests: {', '.join(f'`{reason}`' for reason in REFUSALS[:5])},",
         f"  {', '.join(f'`{reason}`' for reason in REFUSALS[5:])}",
         "",

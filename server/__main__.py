@@ -22,9 +22,11 @@ from server.record import write_line
 
 def announce(parsed: Namespace) -> None:
     """Wait until the server answers, then say how to talk to it."""
-    host = "127.0.0.1" if parsed.host in (None, "", "0.0.0.0", "::") else parsed.host
     scheme = "https" if parsed.ssl_certfile else "http"
-    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{parsed.port}"
+    url = f"{scheme}://{_reachable(parsed.host)}:{parsed.port}"
+    metrics = url
+    if parsed.metrics_port is not None:
+        metrics = f"http://{_reachable(parsed.metrics_host)}:{parsed.metrics_port}"
     while not _is_live(url):
         time.sleep(0.2)
     name = (parsed.served_model_name or [parsed.model])[0]
@@ -35,10 +37,17 @@ def announce(parsed: Namespace) -> None:
         "Try, in another terminal:\n\n"
         f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
         f"-d '{body}'\n\n"
-        f"or open {url}/ in a browser. Metrics: {url}/metrics\n"
-        'Stop with Ctrl-C. Options: make serve ARGS="--help".'
+        f"or open {url}/ in a browser. Metrics: {metrics}/metrics\n"
+        'Stop with Ctrl-C. Options: python -m server --help, or make serve ARGS="--help".'
     )
     write_line(text)
+
+
+def _reachable(host: str | None) -> str:
+    """`host`, as a URL has it, from this machine."""
+    if host in (None, "", "0.0.0.0", "::"):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
 
 
 def _is_live(url: str) -> bool:

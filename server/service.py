@@ -174,7 +174,8 @@ class Service:
         labels = {"policy": record.policy or "none", "outcome": record.outcome}
         self._metrics.family("randkv_requests", **labels).inc()
         param = record.error_param or ""
-        if param.startswith("kv_cache_policy"):  # known to vLLM's input processor alone
+        # What the front end refused was counted there; this is known to the input processor alone.
+        if not record.was_refused and param.startswith("kv_cache_policy"):
             reason = "long_prompt" if param == "kv_cache_policy.budget" else "not_allowed"
             self._metrics.family("randkv_refused_overrides", reason=reason).inc()
 

@@ -217,7 +217,7 @@ def _requests() -> list[Panel]:
             "Overrides refused per second",
             "Requests refused because of their kv_cache_policy, by reason.",
             Query("all", rate_or_zero("randkv_refused_overrides_total")),
-            Query("{{reason}}", rate("randkv_refused_overrides_total", by="reason")),
+            Query("{{reason}}", rate_of_seen("randkv_refused_overrides_total", "reason")),
             unit="reqps",
             soft_maximum=0.1,
         ),

@@ -17,7 +17,15 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
 from randkv import patching
-from randkv.metrics import METRICS, OUTCOMES, REFUSALS, Metrics, from_dict, to_markdown
+from randkv.metrics import (
+    METRICS,
+    OUTCOMES,
+    POLICY_REFUSALS,
+    REFUSALS,
+    Metrics,
+    from_dict,
+    to_markdown,
+)
 from randkv.stats import CompactionStats, FinishedRequest, PolicyStats
 from tests.server.process import REPOSITORY, Server, free_port
 
@@ -137,13 +145,20 @@ def test_readiness_and_the_default_bound_are_those_of_the_routes(server: Server)
     assert metrics.total("randkv_default_bound_tokens") == bound > 0
 
 
-def test_a_front_end_shows_its_outcomes_at_zero() -> None:
+def test_a_front_end_shows_its_counters_at_zero() -> None:
     registry = CollectorRegistry()
     Metrics("m", registry).start_front_end()
     for policy in ("randkv", "dense", "none"):
         for outcome in OUTCOMES:
             labels = {"model_name": "m", "policy": policy, "outcome": outcome}
             assert registry.get_sample_value("randkv_requests_total", labels) == 0
+    for family, reasons in (
+        ("randkv_refused_overrides_total", POLICY_REFUSALS),
+        ("randkv_refused_requests_total", REFUSALS),
+    ):
+        for reason in reasons:
+            labels = {"model_name": "m", "reason": reason}
+            assert registry.get_sample_value(family, labels) == 0
 
 
 def test_of_several_processes_one_that_is_not_ready_decides(tmp_path: Path) -> None:
