@@ -22,7 +22,6 @@ from randkv.advice.workload import Workload
 from randkv.config import RandKVConfig, check_integer
 from randkv.errors import RandKVConfigError
 
-NUM_AGES = 3
 MAX_BUDGETS = 64
 
 
@@ -135,9 +134,12 @@ def default_budgets(workload: Workload) -> list[int]:
 
 
 def ages(output_tokens: int) -> list[int]:
-    """The `NUM_AGES` largest of 64, 256, 1,024, ... that a generated token can reach."""
-    powers = [4**i for i in range(3, 11) if 4**i < output_tokens - 1]
-    return powers[-NUM_AGES:]
+    """Three ages that generated tokens have at the end: powers of two, each four times the last.
+
+    The oldest is the largest power of two that a token decoded before the end can reach.
+    """
+    oldest = (output_tokens - 1).bit_length() - 1
+    return [1 << power for power in (oldest - 4, oldest - 2, oldest) if power >= 0]
 
 
 def _held(plan: Plan, config: RandKVConfig | None, prompts: Tokens, outputs: Tokens) -> Held:

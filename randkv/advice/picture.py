@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 from randkv.advice.advisor import ages
@@ -21,6 +22,19 @@ _DASHES = ("-", "--", "-.", ":")
 _MARK = "#FFF2CC"
 
 
+def _label(axes: Any, text: str, x: float, y: float, offset: int) -> None:
+    axes.annotate(
+        text,
+        (x, y),
+        (0, offset),
+        textcoords="offset points",
+        ha="center",
+        fontsize=9,
+        color=_INK,
+        bbox={"boxstyle": "round,pad=0.1", "color": "white", "alpha": 0.85},
+    )
+
+
 def _requests(axes: Any, of: Advice, budgets: list[int]) -> None:
     longest = [o.held.requests for o in of.options]
     mean = [o.held.requests_half_grown for o in of.options]
@@ -28,9 +42,7 @@ def _requests(axes: Any, of: Advice, budgets: list[int]) -> None:
     axes.plot(budgets, mean, "^:", color=_LIGHT, label="randkv, at mean length")
     axes.plot(budgets, longest, "o-", color=_REQUESTS, label="randkv, each at its longest")
     for x, y in zip(budgets, longest, strict=True):
-        axes.annotate(
-            f"{y:,}", (x, y), (0, -15), textcoords="offset points", ha="center", color=_REQUESTS
-        )
+        _label(axes, f"{y:,}", x, y, -16)
     for count, dash, name in (
         (d.requests_half_grown, ":", "at mean"),
         (d.requests, "--", "at full"),
@@ -40,8 +52,13 @@ def _requests(axes: Any, of: Advice, budgets: list[int]) -> None:
     if wanted is not None:
         axes.axhline(wanted, color="#D55E00", linestyle="-.", label=f"wanted: {wanted:,}")
     axes.set_ylabel("requests at once")
-    axes.set_yscale("symlog", linthresh=1)
-    axes.set_ylim(0, 3 * max(1, *mean, d.requests_half_grown, wanted or 0))
+    shown = [*longest, *mean, d.requests, d.requests_half_grown, wanted or d.requests]
+    if min(shown):
+        axes.set_yscale("log", subs=())
+        axes.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+    else:
+        axes.set_yscale("symlog", linthresh=1)
+    axes.set_ylim(min(shown) / 3, 2 * max(shown))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
 
@@ -50,9 +67,7 @@ def _speed(axes: Any, of: Advice, budgets: list[int]) -> None:
     shown = [(b, s) for b, s in zip(budgets, speedups, strict=True) if s is not None]
     axes.plot(*zip(*shown, strict=True), "s-", color=_SPEED, label="modelled, not measured")
     for x, y in shown:
-        axes.annotate(
-            f"{y:.1f}x", (x, y), (0, 7), textcoords="offset points", ha="center", color=_SPEED
-        )
+        _label(axes, f"{y:.1f}x", x, y, 7)
     axes.axhline(1, color=_INK, linestyle=":", label="dense")
     axes.set_ylabel("modelled output tokens/s\nover dense (ratio)")
     axes.set_ylim(0, 1.25 * max(1, *(s for _, s in shown)))
@@ -112,10 +127,10 @@ def to_png(of: Advice) -> bytes:
     all_axes[-1].set_xlim(budgets[0] / 1.4, budgets[-1] * 1.4)
     all_axes[-1].set_xticks(budgets, [f"{b:,}" for b in budgets])
     all_axes[-1].minorticks_off()
-    work = of.plan.workload
+    work, model = of.plan.workload, Path(of.shape.name).name[-48:]
     name = "dense" if chosen is None else f"budget {chosen:,} (shaded)"
     figure.suptitle(
-        f"{of.shape.name[-48:]}: prompt {work.prompt_tokens:,}, output {work.output_tokens:,} "
+        f"{model}: prompt {work.prompt_tokens:,}, output {work.output_tokens:,} "
         f"tokens, {of.plan.memory.num_bytes / 2**30:,.1f} GiB of KV memory per GPU\n"
         f"recommended: {name}",
         fontsize=11,

@@ -12,12 +12,12 @@ from randkv.config import RandKVConfig
 
 PAPER = "arXiv 2609.03430"
 USUAL_PER_PLACE = 5.0
-"""Generated tokens per place up to which a budget is recommended without being asked for.
+"""Generated tokens per place below which a budget is recommended without being asked for.
 
 Source: MATH500 in the paper, 5,300 generated tokens on average at K = 1024.
 """
 MOST_PER_PLACE = 8.0
-"""Above it a budget is never recommended: the paper's accuracy collapses from 8 to 16 on."""
+"""From here on a budget is never recommended: the paper's accuracy collapses from 8 to 16 on."""
 NOT_MEMORY_BOUND = 8192
 """Output tokens up to which the paper's runs were slower with the policy than without."""
 
@@ -46,7 +46,7 @@ def _dense(full: Held, *reasons: str) -> Recommendation:
 
 
 def _is_crowded(option: Option, most: float) -> bool:
-    return option.generated_per_place is None or option.generated_per_place > most
+    return option.generated_per_place is None or option.generated_per_place >= most
 
 
 def _loss(option: Option, prompt_tokens: int) -> str:
@@ -61,7 +61,7 @@ def _loss(option: Option, prompt_tokens: int) -> str:
         f"In the paper ({PAPER}), at about 5, MATH500 fell from .939 to .874 (Qwen3-4B), and "
         "accuracy collapsed from 8 to 16 on."
     )
-    warning = " Measure the quality of this budget first." if per_place > USUAL_PER_PLACE else ""
+    warning = " Measure the quality of this budget first." if per_place >= USUAL_PER_PLACE else ""
     return f"{text}. {figures}{warning}"
 
 
@@ -72,8 +72,8 @@ def _chosen(plan: Plan, eligible: Sequence[Option]) -> tuple[Option | None, list
         if not usual:
             return None, []
         return usual[0], [
-            f"It is the smallest budget listed with at most {USUAL_PER_PLACE:.0f} generated tokens "
-            "per position beside the prompt."
+            f"It is the smallest budget listed with fewer than {USUAL_PER_PLACE:.0f} generated "
+            "tokens per position beside the prompt."
         ]
     enough = [o for o in eligible if o.held.requests >= plan.concurrency]
     if enough:
@@ -83,10 +83,11 @@ def _chosen(plan: Plan, eligible: Sequence[Option]) -> tuple[Option | None, list
         ]
     if not eligible:
         return None, []
+    most = eligible[0].held.requests
     return eligible[0], [
-        f"It holds {eligible[0].held.requests:,} of the wanted {plan.concurrency:,} requests, the most "
-        "of the budgets listed that are not too small for the output. The others wait: add "
-        "memory or GPUs, or use --kv-cache-dtype fp8."
+        f"It holds {most:,} of the wanted {plan.concurrency:,} requests, the most of the budgets "
+        "listed that are not too small for the output. The others wait: add memory or GPUs, or "
+        "use --kv-cache-dtype fp8."
     ]
 
 
@@ -113,9 +114,9 @@ def recommend(plan: Plan, full: Held, options: Sequence[Option]) -> Recommendati
         limit = USUAL_PER_PLACE if eligible else MOST_PER_PLACE
         return _dense(
             full,
-            f"No budget listed that a request outgrows and the memory holds leaves at least one "
-            f"position to {limit:.0f} generated tokens; in the paper ({PAPER}) accuracy collapsed "
-            "from 8 to 16 on.",
+            f"Every budget listed that the output outgrows and the memory holds has {limit:.0f} or "
+            "more generated tokens to each position beside the prompt; in the paper "
+            f"({PAPER}) accuracy collapsed from 8 to 16 on. A larger --budget may do.",
         )
     held = option.held
     if held.requests_half_grown <= full.requests_half_grown:

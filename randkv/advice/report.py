@@ -41,6 +41,8 @@ class Advice:
         policy = self.recommendation.policy
         shown = json.dumps(policy, separators=(",", ":")) if len(policy) > 1 else "dense"
         found = ["--kv-cache-policy", shown]
+        if self.dense.requests == 0:  # vLLM's start wants room for one of max_model_len
+            found += ["--kv-cache-policy-limits", '{"allow_dense":false}']
         longest = self.shape.max_position_embeddings or 2**31
         if not work.is_log and work.longest_tokens < longest:
             found += ["--max-model-len", str(work.longest_tokens)]

@@ -45,12 +45,12 @@ class Workload:
     @property
     def prompt_tokens(self) -> int:
         """The prompt to plan for: the 95th percentile."""
-        return int(np.percentile(self.prompts, PERCENTILE, method="higher"))
+        return int(np.percentile(self.prompts, PERCENTILE, method="inverted_cdf"))
 
     @property
     def output_tokens(self) -> int:
         """The output to plan for: the 95th percentile."""
-        return int(np.percentile(self.outputs, PERCENTILE, method="higher"))
+        return int(np.percentile(self.outputs, PERCENTILE, method="inverted_cdf"))
 
     @property
     def longest_tokens(self) -> int:
