@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,6 +133,7 @@ def _from_hub(name: str) -> Path:
             "a directory with a config.json, since huggingface_hub is not installed",
             f"{remedy}; Hub names need: pip install huggingface_hub.",
         ) from None
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries, line by line
     try:
         return Path(hf_hub_download(name, "config.json"))
     except Exception as error:  # many kinds: no network, no such model, gated, a bad name

@@ -24,7 +24,7 @@ NOT_MEMORY_BOUND = 8192
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """`budget` is None for dense; `requests` is how many of them fit, never preempted."""
+    """`budget` is None for dense; `requests` is how many fit, as `_fitting` counts them."""
 
     budget: int | None
     buffer_size: int | None
@@ -41,8 +41,17 @@ class Recommendation:
         return asdict(self) | {"reasons": list(self.reasons), "policy": self.policy}
 
 
-def _dense(full: Held, *reasons: str) -> Recommendation:
-    return Recommendation(None, None, full.requests, reasons)
+def _fitting(plan: Plan, held: Held) -> int:
+    """Requests that fit at their longest; of a log at their mean, which is then known."""
+    return held.requests_half_grown if plan.workload.is_log else held.requests
+
+
+def _lengths(plan: Plan) -> str:
+    return "at their mean length" if plan.workload.is_log else "at their longest"
+
+
+def _dense(plan: Plan, full: Held, *reasons: str) -> Recommendation:
+    return Recommendation(None, None, _fitting(plan, full), reasons)
 
 
 def _is_crowded(option: Option, most: float) -> bool:
@@ -75,15 +84,15 @@ def _chosen(plan: Plan, eligible: Sequence[Option]) -> tuple[Option | None, list
             f"It is the smallest budget listed with fewer than {USUAL_PER_PLACE:.0f} generated "
             "tokens per position beside the prompt."
         ]
-    enough = [o for o in eligible if o.held.requests >= plan.concurrency]
+    enough = [o for o in eligible if _fitting(plan, o.held) >= plan.concurrency]
     if enough:
         return enough[-1], [
             f"It is the largest budget listed at which the wanted {plan.concurrency:,} requests "
-            "fit; a smaller one would only keep less."
+            f"fit {_lengths(plan)}; a smaller one would only keep less."
         ]
     if not eligible:
         return None, []
-    most = eligible[0].held.requests
+    most = _fitting(plan, eligible[0].held)
     return eligible[0], [
         f"It holds {most:,} of the wanted {plan.concurrency:,} requests, the most of the budgets "
         "listed that are not too small for the output. The others wait: add memory or GPUs, or "
@@ -94,16 +103,19 @@ def _chosen(plan: Plan, eligible: Sequence[Option]) -> tuple[Option | None, list
 def recommend(plan: Plan, full: Held, options: Sequence[Option]) -> Recommendation:
     """One of `options`, or dense where the policy would bring nothing or cost too much."""
     wanted = plan.concurrency
-    if wanted is not None and full.requests >= wanted:
+    fitting = _fitting(plan, full)
+    if wanted is not None and fitting >= wanted:
         return _dense(
+            plan,
             full,
-            f"The wanted {wanted:,} requests fit with the full cache at full length "
-            f"({full.requests:,} do): the policy would lose tokens and bring nothing.",
+            f"The wanted {wanted:,} requests fit with the full cache {_lengths(plan)} ({fitting:,} "
+            "do): the policy would lose tokens and bring nothing.",
         )
     reached = [o for o in options if o.rounds]
     if not reached:
         first = RandKVConfig(options[0].budget, options[0].buffer_size).compacted_len
         return _dense(
+            plan,
             full,
             f"The output ends before a request holds more than K + r = {first:,} tokens, at the "
             "smallest budget listed: no round would ever run.",
@@ -113,6 +125,7 @@ def recommend(plan: Plan, full: Held, options: Sequence[Option]) -> Recommendati
     if option is None:
         limit = USUAL_PER_PLACE if eligible else MOST_PER_PLACE
         return _dense(
+            plan,
             full,
             f"Every budget listed that the output outgrows and the memory holds has {limit:.0f} or "
             "more generated tokens to each position beside the prompt; in the paper "
@@ -121,6 +134,7 @@ def recommend(plan: Plan, full: Held, options: Sequence[Option]) -> Recommendati
     held = option.held
     if held.requests_half_grown <= full.requests_half_grown:
         return _dense(
+            plan,
             full,
             f"At budget {option.budget:,} {held.requests_half_grown:,} requests fit at their mean "
             f"length, and {full.requests_half_grown:,} dense ones do: the policy would bring "
@@ -134,7 +148,7 @@ def recommend(plan: Plan, full: Held, options: Sequence[Option]) -> Recommendati
             f"their mean length {held.requests_half_grown:,} and {full.requests_half_grown:,}."
         )
     reasons.append(_loss(option, plan.workload.prompt_tokens))
-    return Recommendation(option.budget, option.buffer_size, option.held.requests, tuple(reasons))
+    return Recommendation(option.budget, option.buffer_size, _fitting(plan, held), tuple(reasons))
 
 
 def notes(plan: Plan, max_position_embeddings: int | None) -> list[str]:

@@ -156,7 +156,7 @@ def recommended(of: Plan, *budgets: int) -> tuple[int | None, str]:
     found = recommend(of, full, options)
     if found.budget is None:
         assert found.policy == {"type": "dense"}
-        assert found.requests == full.requests
+        assert found.requests == (full.requests_half_grown if of.workload.is_log else full.requests)
     return found.budget, " ".join(found.reasons)
 
 
@@ -247,6 +247,21 @@ def test_what_is_recommended_is_listed_holds_the_prompt_and_fits(
     assert one.generated_per_place < 8
     assert found.requests == one.held.requests >= 1
     assert one.held.requests_half_grown > full.requests_half_grown
+
+
+def test_of_a_log_the_mean_length_decides() -> None:
+    """Nine short requests to one long one: at the longest 5 dense ones fit, at the mean 16."""
+    lengths = [(100, 300)] * 9 + [(100, 3000)]
+    work = log_of(*lengths)
+    full = dense(plan(work))
+    assert full.requests == 5
+    assert full.requests_half_grown == 16
+    budget, why = recommended(plan(work, concurrency=16))
+    assert budget is None
+    assert "fit with the full cache at their mean length (16 do)" in why
+    budget, why = recommended(plan(work, concurrency=17))
+    assert budget == 2048
+    assert "fit at their mean length" in why
 
 
 def test_notes_say_what_is_measured_and_what_is_not() -> None:
