@@ -54,6 +54,17 @@ def test_requests_are_whole_blocks_and_whole_requests() -> None:
     assert option_of(of, 513, 64).held.blocks == 41  # 641 tokens
 
 
+def test_an_age_counts_the_tokens_decoded_since() -> None:
+    """With r = 0 a token is a candidate before the next one is computed."""
+    found = option_of(plan(given_lengths(10, 20)), 20, 0)
+    assert found.share_kept[1] == pytest.approx(10 / 11)
+    assert found.share_kept[4] == pytest.approx((10 / 11) ** 4)
+
+
+def test_no_dense_request_is_half_grown_where_none_fits_in_the_end() -> None:
+    assert dense(plan(num_blocks=193)).requests_half_grown == 0
+
+
 def test_dense_at_full_length_and_at_the_mean_over_its_life() -> None:
     full = dense(plan(num_blocks=1000))
     assert (full.tokens, full.blocks, full.requests) == (3100, 194, 5)

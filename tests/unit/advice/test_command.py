@@ -15,6 +15,7 @@ from PIL import Image
 
 from randkv import RandKVConfig
 from randkv.__main__ import main
+from randkv.config import EnginePolicy
 from tests.unit.advice.cases import QWEN3_4B_TOKEN, model
 from tests.unit.advice.test_step_time import GOOD, latency
 from tests.unit.advice.test_workload import log, logged
@@ -109,6 +110,14 @@ def test_figures_of_qwen3_4b_on_80_gib(advise: Any) -> None:
     assert [o["modelled_speedup"] for o in found["budgets"]] == [None] * 6
 
 
+def test_a_step_on_several_gpus_reads_a_share_of_the_weights(advise: Any) -> None:
+    options = ("--weights-gib", "8", "--memory-bandwidth", "1000", "--format", "json")
+    for num_ranks in (1, 2):
+        found = json.loads(advise(*ON_80_GIB, *options, "--tensor-parallel-size", str(num_ranks)))
+        fixed = found["step_time"]["fixed_seconds"]
+        assert fixed == pytest.approx(8 * 2**30 / 1e12 / num_ranks)
+
+
 def test_text_ends_with_options_that_the_policy_accepts(advise: Any) -> None:
     options = shlex.split(advise(*ON_80_GIB).splitlines()[-1])
     assert options[0] == "--kv-cache-policy"
@@ -158,8 +167,12 @@ def test_more_sequences_than_vllms_default_are_asked_for(advise: Any) -> None:
 
 def test_dense_that_does_not_fit_is_not_allowed_either(advise: Any) -> None:
     found = advise("--kv-memory", "4", *LENGTHS)
-    assert """--kv-cache-policy-limits '{"allow_dense":false}'""" in found
     assert "Not one dense request" in found
+    options = shlex.split(found.splitlines()[-1])
+    assert (options[0], options[2]) == ("--kv-cache-policy", "--kv-cache-policy-limits")
+    policy = EnginePolicy.parse(options[1], options[3])
+    assert policy is not None
+    assert policy.max_physical_len == 8192 + 2 * 64
 
 
 def test_dense_is_pasted_as_its_name(advise: Any) -> None:

@@ -39,6 +39,11 @@ def test_ranks_that_do_not_divide_the_heads_are_refused(tmp_path: Path, num_rank
         token_bytes(model(tmp_path), num_ranks)
 
 
+def test_kv_heads_that_ranks_do_not_divide_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RandKVConfigError, match="divides its 6 KV heads or is a multiple"):
+        token_bytes(model(tmp_path, num_attention_heads=48, num_key_value_heads=6), 4)
+
+
 def test_missing_fields_have_the_defaults_of_llama(tmp_path: Path) -> None:
     folder = model(tmp_path, num_key_value_heads=..., head_dim=...)
     assert token_bytes(folder) == 2 * 36 * 32 * (2560 // 32) * 2
