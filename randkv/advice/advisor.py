@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from randkv.advice.memory import KVMemory
+from randkv.advice.memory import GIB, KVMemory
 from randkv.advice.step_time import StepTime
 from randkv.advice.survival import (
     Tokens,
@@ -48,12 +49,7 @@ class Plan:
         if self.concurrency is not None:
             check_integer("concurrency", self.concurrency, 1, 2**20)
         if self.num_blocks < 1:
-            raise RandKVConfigError(
-                "kv_memory",
-                int(self.memory.num_bytes),
-                f"at least {2 * self.block_bytes} bytes, two blocks of {self.block_size} tokens",
-                "Use a larger GPU or more of them.",
-            )
+            raise self.too_small(2 * self.block_bytes, "two blocks")
 
     @property
     def block_bytes(self) -> int:
@@ -63,6 +59,15 @@ class Plan:
     @property
     def num_blocks(self) -> int:
         return self.memory.num_blocks(self.block_bytes)
+
+    def too_small(self, least_bytes: int, what: str) -> RandKVConfigError:
+        """The error of a memory below the `least_bytes` that `what` takes."""
+        return RandKVConfigError(
+            "kv_memory",
+            round(self.memory.num_bytes / GIB, 4),
+            f"at least {math.ceil(least_bytes / GIB * 1e4) / 1e4} GiB per GPU, for {what}",
+            "Use a larger GPU or more of them, a smaller budget, or --kv-cache-dtype fp8.",
+        )
 
     def blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -226,10 +231,5 @@ def compare(
     options = [option(plan, full, RandKVConfig(budget, buffer_size)) for budget in chosen]
     if not full.requests and not any(o.held.requests for o in options):
         least = min(o.held.kv_bytes for o in options) + plan.block_bytes
-        raise RandKVConfigError(
-            "kv_memory",
-            int(plan.memory.num_bytes),
-            f"at least {least} bytes per GPU, one request at the smallest budget",
-            "Use a larger GPU or more of them, a smaller budget, or --kv-cache-dtype fp8.",
-        )
+        raise plan.too_small(least, "one request at the smallest budget")
     return full, options
