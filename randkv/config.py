@@ -28,6 +28,20 @@ def check_integer(field: str, value: Any, low: int, high: int, remedy: str = "")
     return int(value)
 
 
+def check_number(field: str, value: Any, *, low: float | None = None, high: float) -> float:
+    """`value`, when it is a number from `low` (None: above 0) to `high`.
+
+    Raises:
+        RandKVConfigError: It is not.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not (value > 0 if low is None else value >= low) or not value <= high:
+        start = "above 0, at most" if low is None else f"from {low:g} to"
+        reason: RefusalReason = "out_of_range" if is_number else "malformed"
+        raise RandKVConfigError(field, value, f"a number {start} {high:g}", reason=reason)
+    return float(value)
+
+
 def _json(field: str, text: str, expected: str) -> Any:
     try:
         return json.loads(text)
