@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
 import sys
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -114,6 +115,7 @@ def _say(text: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without ending the servers
     from benchmarks.serving.report import write
 
     try:
@@ -122,6 +124,9 @@ def main(argv: list[str] | None = None) -> int:
     except (RefusedRunError, ValueError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted: the same command with the same --output goes on here\n")
+        return 130
     sys.stdout.write(path.read_text())
     sys.stdout.write(f"\nNext: read {path}, beside which are the plots and every run.\n")
     return 0
