@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--workload", action="append", choices=WORKLOADS, help="may be repeated; default: all")
     add("--arm", action="append", help="dense, randkv-<budget>, window-<budget>; may be repeated")
     add("--pairs", type=_positive, help="runs of every arm (default 5; quick: 2)")
-    add("--quick", action="store_true", help="half as long, dense and one budget, three workloads")
+    add("--quick", action="store_true", help="smaller, dense and one budget, three workloads")
     add("--buffer-size", type=_positive, default=32, help="of the policy (default %(default)s)")
     add("--model", default=DEFAULT_MODEL, help="directory or Hub name (default: the embedded one)")
     for name in ("num-requests", "input-len", "output-len", "num-kv-blocks", "block-size"):
