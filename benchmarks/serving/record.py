@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,6 +14,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 SCHEMA_VERSION = 1
+SUFFIX = ".run.json.gz"
 SCHEMA_FILE = Path(__file__).with_name(f"run-v{SCHEMA_VERSION}.schema.json")
 
 Seconds = Annotated[float, Field(ge=0)]
@@ -140,9 +142,9 @@ def load(directory: Path) -> list[Run]:
         RefusedRunError: A file that is not such a run, or one that must not be a result.
     """
     runs = []
-    for path in sorted(directory.glob("*.run.json")):
+    for path in sorted(directory.glob(f"*{SUFFIX}")):
         try:
-            run = Run.model_validate_json(path.read_text())
+            run = Run.model_validate_json(gzip.decompress(path.read_bytes()))
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
@@ -153,14 +155,14 @@ def load(directory: Path) -> list[Run]:
 
 
 def file_name(run: Run) -> str:
-    return f"{run.settings.workload}.{run.settings.arm}.{run.pair:03}.run.json"
+    return f"{run.settings.workload}.{run.settings.arm}.{run.pair:03}{SUFFIX}"
 
 
 def store(run: Run, directory: Path) -> Path:
     """Write `run` into `directory`; whole or not at all."""
     path = directory / file_name(run)
     partial = path.with_suffix(".partial")
-    partial.write_text(run.model_dump_json() + "\n")
+    partial.write_bytes(gzip.compress(run.model_dump_json().encode() + b"\n", mtime=0))
     partial.rename(path)
     return path
 

@@ -43,7 +43,7 @@ def write(directory: Path) -> Path:
     """
     runs = record.load(directory)
     if not runs:
-        raise RefusedRunError(f"{directory}: expected files called *.run.json, found none")
+        raise RefusedRunError(f"{directory}: expected files called *{record.SUFFIX}, found none")
     grouped = figures.by_workload(runs)
     order = [*(name for name in WORKLOADS if name in grouped), *sorted(set(grouped) - {*WORKLOADS})]
     grouped = {name: grouped[name] for name in order}

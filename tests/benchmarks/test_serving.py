@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -27,11 +28,11 @@ def stored(tmp_path: Path) -> Callable[..., Path]:
     """A copy of the stored runs; a change of the JSON of one of them."""
 
     def make(arm: str = "", change: Callable[[Any], None] | None = None) -> Path:
-        for path in STORED.glob("*.run.json"):
-            run = json.loads(path.read_text())
+        for path in STORED.glob(f"*{record.SUFFIX}"):
+            run = json.loads(gzip.decompress(path.read_bytes()))
             if change and run["settings"]["arm"] == arm and run["pair"] == 0:
                 change(run)
-            (tmp_path / path.name).write_text(json.dumps(run))
+            (tmp_path / path.name).write_bytes(gzip.compress(json.dumps(run).encode()))
         return tmp_path
 
     return make
@@ -44,10 +45,10 @@ def test_kept_schema_is_that_of_the_models() -> None:
 def test_stored_runs_are_valid_under_the_kept_schema() -> None:
     jsonschema = pytest.importorskip("jsonschema")
     validator = jsonschema.Draft202012Validator(json.loads(record.SCHEMA_FILE.read_text()))
-    paths = list(STORED.glob("*.run.json"))
+    paths = list(STORED.glob(f"*{record.SUFFIX}"))
     assert len(paths) == 6
     for path in paths:
-        validator.validate(json.loads(path.read_text()))
+        validator.validate(json.loads(gzip.decompress(path.read_bytes())))
 
 
 def test_report_is_made_from_stored_runs_alone(
@@ -212,10 +213,10 @@ def test_servers_are_run_in_pairs_and_what_is_stored_is_not_run_again(tmp_path: 
     assert randkv.grown("randkv_copied_token_head_pairs_total") <= randkv.grown(EVICTED)
     assert dense.grown(EVICTED) == 0
     assert all(isinstance(run, Run) for run in runs.values())
-    times = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.run.json")}
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.glob(f"*{record.SUFFIX}")}
     again = run_small(tmp_path)
     assert again.returncode == 0
-    assert times == {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.run.json")}
+    assert times == {path: path.stat().st_mtime_ns for path in tmp_path.glob(f"*{record.SUFFIX}")}
     other = run_small(tmp_path, "--buffer-size", "16")
     assert other.returncode == 2
     assert "a run of other settings" in other.stderr
