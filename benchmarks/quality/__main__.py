@@ -17,18 +17,19 @@ from pydantic import ValidationError
 
 from benchmarks.quality.plan import Plan, make_plan
 from benchmarks.quality.plot import draw
+from benchmarks.quality.record import reasons
 from benchmarks.quality.report import report
 from benchmarks.quality.store import Store, StoreError
 
 SMOLLM2 = Path(__file__).parents[2] / "models" / "smollm2-135m-instruct"
 FULL: dict[str, Any] = {
     "budgets": (64, 128, 256, 512, 1024),
-    "num_texts": 12,
-    "text_len": 1232,
-    "num_keys": 12,
-    "distances": (64, 256, 512),
-    "num_free": 12,
-    "free_len": 384,
+    "num_texts": 10,
+    "text_len": 1184,
+    "num_keys": 16,
+    "distances": (64, 256),
+    "num_free": 10,
+    "free_len": 320,
 }
 QUICK: dict[str, Any] = {
     "budgets": (64, 128),
@@ -86,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--free-len", type=_whole(4), metavar="N", help="output tokens of those")
     add("--temperature", type=_share, default=0.8, help="of those (%(default)s)")
     add("--seed", type=_whole(0), default=0)
-    add("--concurrency", type=_whole(1), default=48, metavar="N", help="requests at once")
+    add("--concurrency", type=_whole(1), default=64, metavar="N", help="requests at once")
     add("--kv-cache-gib", type=_whole(1), default=3, metavar="N", help="KV cache, GiB")
     return parser
 
@@ -152,7 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
     except StoreError as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
     except ValidationError as error:
-        parser.exit(1, f"{parser.prog}: refused as a result: {error}\n")
+        parser.exit(1, f"{parser.prog}: refused as a result: {reasons(error)}\n")
     return 0
 
 

@@ -56,7 +56,8 @@ def measure(
     `bar` counts output tokens.
     """
     windows, others = [], []
-    for request in todo:
+    # The longest first, so that no long one is left to run alone.
+    for request in sorted(todo, key=lambda request: -request.item.output_len):
         (windows if request.arm.kind == "window" else others).append(request)
     for queue, is_window in ((others, False), (windows, True)):
         if queue:

@@ -16,10 +16,7 @@ from benchmarks.quality.record import Record
 from benchmarks.quality.text import Encode
 
 OPENING = "Some text follows, and a question about it.\n\n"
-FACT = "The pass key is {key}. Remember it. {key} is the pass key."
-FILLER = (
-    " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-)
+FACT = "The pass key is {key}. Remember it.\n\n"
 QUESTION = "\n\nWhat is the pass key? The pass key is "
 NUM_DIGITS = 5
 

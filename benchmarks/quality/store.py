@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from benchmarks.quality.record import Record, Settings
+from benchmarks.quality.record import Record, Settings, reasons
 
 
 class StoreError(Exception):
@@ -64,7 +64,7 @@ class Store:
         except OSError as error:
             raise StoreError(f"{self.directory} holds no run: {error}") from None
         except ValidationError as error:
-            raise StoreError(f"{self._settings}: {error}") from None
+            raise StoreError(f"{self._settings}: {reasons(error)}") from None
 
     def append(self, record: Record) -> None:
         with self._records.open("a", encoding="utf-8") as file:
@@ -87,7 +87,7 @@ class Store:
             try:
                 record = Record.model_validate_json(line)
             except ValidationError as error:
-                raise StoreError(f"{self._records}, line {number}: {error}") from None
+                raise StoreError(f"{self._records}, line {number}: {reasons(error)}") from None
             name = (record.arm.name, record.key)
             if name in found:
                 raise StoreError(f"{self._records}, line {number}: {name} is there twice")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from vllm import RequestOutput
 from vllm.exceptions import VLLMValidationError
 
 from benchmarks.quality.arm import DENSE, Arm
-from benchmarks.quality.forcing import FIELD
+from benchmarks.quality.forcing import FIELD, ForcedTokens
 from benchmarks.quality.item import Item
 from benchmarks.quality.measurement import measure, quality_engine
 from benchmarks.quality.plan import Request
@@ -32,6 +33,7 @@ from tests.engine.harness import Engine
 from tests.engine.oracle import Oracle
 
 ROUNDING = 1e-3
+EOS = 1
 SMALL = Arm(kind="randkv", budget=24, buffer_size=8)
 NO_BUFFER = Arm(kind="randkv", budget=40, buffer_size=0)
 WINDOW = Arm(kind="window", budget=24, buffer_size=8)
@@ -165,19 +167,28 @@ def test_window_is_another_selection_at_the_same_rounds_and_ends_with_its_arm(
 def test_free_text_is_a_function_of_its_seed_and_never_ends(
     running: Engine, tmp_path: Path, text: Item
 ) -> None:
-    items = [Item("free", n, 0, text.prompt, (), 100, 0, seed) for n, seed in zip("ab", (1, 2))]  # noqa: B905
+    items = [Item("free", str(n), 0, text.prompt, (), 100, 0, n) for n in range(8)]
     requests = [Request(SMALL, item) for item in items]
     first = records(running, tmp_path / "first", requests)
     second = records(running, tmp_path / "second", requests[:1])
-    a, b = (first[SMALL.name, item.key].tokens for item in items)
-    assert a == second[SMALL.name, items[0].key].tokens
-    assert a != b
-    assert len(a) == 100
-    assert 1 not in a + b
+    outputs = [first[SMALL.name, item.key].tokens for item in items]
+    assert outputs[0] == second[SMALL.name, items[0].key].tokens
+    assert len({tuple(output) for output in outputs}) == 8
+    for output in outputs:
+        assert len(output) == 100
+        assert EOS not in output
+
+
+def test_log_probabilities_after_forcing_are_refused() -> None:
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(logprobs_mode="processed_logprobs"))
+    with pytest.raises(ValueError, match='logprobs_mode is .*: expected "raw_logprobs"'):
+        ForcedTokens(config, torch.device("cpu"), is_pin_memory=False)
 
 
 @pytest.mark.parametrize("forced", ["text", [1, "2"], [True], [-1]])
 def test_forced_tokens_that_are_none_are_refused(running: Engine, forced: Any) -> None:
-    with pytest.raises(VLLMValidationError, match="forced_tokens is .*: expected a list of token ids"):
+    with pytest.raises(
+        VLLMValidationError, match="forced_tokens is .*: expected a list of token ids"
+    ):
         running.add("r", [5, 6], 3, extra_args={FIELD: forced})
     assert not running.llm.llm_engine.has_unfinished_requests()
