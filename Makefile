@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test lint format dashboards dashboards-picture bench bench-overhead bench-compactor gpu-check env image-cpu image-gpu clean
+.PHONY: help setup serve test lint format dashboards dashboards-picture bench bench-overhead bench-compactor bench-quality gpu-check env image-cpu image-gpu clean
 python := .venv/bin/python
 ARGS ?=
 
@@ -44,6 +44,9 @@ bench-overhead: setup ## Measure the share of compaction, and what patch and fro
 
 bench-compactor: setup ## Time the native compactor against the PyTorch one on a CPU thread
 	@$(python) -m benchmarks.compactor $(ARGS)
+
+bench-quality: setup ## Measure what the policy costs in quality (ARGS=--quick: a few minutes)
+	@$(python) -m benchmarks.quality $(ARGS)
 
 gpu-check: ## On a machine with an NVIDIA GPU, no network needed: check and time the CUDA compactor
 	@./deploy/gpu-check/run.sh
