@@ -40,6 +40,7 @@ bench: setup ## Serve with the full cache and with the policy, in pairs, and rep
 bench-overhead: setup ## Measure the share of compaction, and what patch and front end cost
 	@$(python) -m benchmarks.compaction
 	@$(python) -m benchmarks.policy_off
+	@$(python) -m benchmarks.short_outputs
 	@$(python) -m benchmarks.front_end
 
 bench-compactor: setup ## Time the native compactor against the PyTorch one on a CPU thread

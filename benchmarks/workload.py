@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fixed workload on whatever vLLM is first on the path; the policy is off.
+"""A fixed workload on whatever vLLM is first on the path.
 
-``python -m benchmarks.workload MODEL`` reads one command a line and answers each with one line of
-JSON. ``record``: every output token, and the free blocks after every step. ``time N``: seconds of
-a run with N output tokens per request.
+``python -m benchmarks.workload MODEL [POLICY]`` reads one command a line and answers each with one
+line of JSON. ``record``: every output token, and the free blocks after every step. ``time N``:
+seconds of a run with N output tokens per request. Without POLICY, vLLM gets no option that an
+unpatched one does not know.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ NUM_REQUESTS = 24
 NUM_RECORDED_TOKENS = 150
 
 
-def start(model: str) -> Any:
+def start(model: str, policy: str | None) -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
@@ -36,6 +37,7 @@ def start(model: str) -> Any:
         gpu_memory_utilization=0.2,
         kv_cache_memory_bytes=2**28,
         disable_log_stats=True,
+        **({} if policy is None else {"kv_cache_policy": policy}),
     )
 
 
@@ -65,7 +67,7 @@ def run(llm: Any, max_tokens: int) -> tuple[dict[str, list[int]], list[int]]:
 def main() -> int:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what vLLM prints goes elsewhere
-    llm = start(sys.argv[1])
+    llm = start(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None)
     run(llm, NUM_RECORDED_TOKENS)  # warm up
     for line in sys.stdin:
         command, *arguments = line.split()

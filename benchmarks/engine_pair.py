@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two engines that run `benchmarks.workload` in turn: what one costs over the other.
+
+Both are up all the time; runs are short and pairs alternate who goes first, so a slow minute of the
+machine hits both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import spread
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+class Worker:
+    """One `benchmarks.workload` process.
+
+    Args:
+        path: Where it finds packages before the installed ones.
+        policy: ``kv_cache_policy`` of its engine; None leaves the option out.
+    """
+
+    def __init__(self, model: Path, path: Sequence[Path] = (), policy: str | None = None) -> None:
+        command = [sys.executable, "-m", "benchmarks.workload", str(model)]
+        if policy is not None:
+            command.append(policy)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*path, REPOSITORY]))}
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "benchmarks.workload",
+                str(model),
+                *([policy] if policy else []),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+
+    def ask(self, command: str) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(command + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"benchmarks.workload ended with {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait()
+
+
+def compare(ours: Worker, other: Worker, num_pairs: int, num_tokens: int) -> list[float]:
+    """Output tokens/s of `ours` over `other`, by pair; says on the way how it stands."""
+    ratios: list[float] = []
+    for i in range(num_pairs):
+        order = (ours, other) if i % 2 == 0 else (other, ours)
+        seconds = {worker: worker.ask(f"time {num_tokens}")["seconds"] for worker in order}
+        ratios.append(seconds[other] / seconds[ours])
+        if (i + 1) % 50 == 0:
+            sys.stdout.write(f"{i + 1} pairs: median {statistics.median(ratios):.4f}\n")
+            sys.stdout.flush()
+    return ratios
+
+
+def show(what: str, ratios: Sequence[float]) -> None:
+    """One line: the median with its 95 % interval, and the quartiles."""
+    low, _, high = statistics.quantiles(ratios, n=4)
+    sys.stdout.write(
+        f"output tokens/s, {what}: median {spread.median(ratios).text(4)} over {len(ratios)} "
+        f"pairs, quartiles {low:.4f} to {high:.4f}\n"
+    )
