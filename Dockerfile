@@ -2,7 +2,7 @@
 # Targets: `gpu` (default), for NVIDIA GPUs, and `cpu`, with the embedded default model in it.
 # Build with `make image-gpu` or `make image-cpu`, or with `docker build --target`; BuildKit is needed.
 ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
-ARG PATCH_DIGEST=aa7bdb96eedf
+ARG PATCH_DIGEST=1d12904bb44d
 
 FROM ${PYTHON_IMAGE} AS base
 # Debian keeps only the latest version of a package, so a pinned one would soon be gone.

@@ -9,13 +9,24 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from statistics import median
 
 import pytest
 
-from tests.server.process import Reply, Server, chat, is_alive, serve, wait_until
+from tests.server.process import (
+    REPOSITORY,
+    Reply,
+    Server,
+    chat,
+    free_port,
+    is_alive,
+    serve,
+    wait_until,
+)
 
 LONG = {"max_tokens": 6000, "ignore_eos": True}
 
@@ -144,3 +155,33 @@ def test_a_killed_server_leaves_no_engine_behind(small_model: list[str], tmp_pat
         server.process.kill()
         server.process.wait()
         wait_until(lambda: not any(map(is_alive, pids)), 10, "no engine process is left")
+
+
+def test_sigterm_ends_a_server_that_is_still_starting(
+    small_model: list[str], tmp_path: Path
+) -> None:
+    def engines() -> list[int]:
+        return [pid for pid in server.engine_pids() if b"EngineCore" in cmdline(pid)]
+
+    def cmdline(pid: int) -> bytes:
+        try:
+            return Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            return b""
+
+    with (tmp_path / "log").open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "server", "--port", str(free_port()), *small_model],
+            cwd=REPOSITORY,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    server = Server(process, 0, tmp_path / "log")
+    try:
+        wait_until(engines, 120, "an engine process")
+        below = server.engine_pids()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+    wait_until(lambda: not any(map(is_alive, below)), 20, "the end of what it started")
