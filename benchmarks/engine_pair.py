@@ -7,11 +7,13 @@ machine hits both.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,17 +36,12 @@ class Worker:
         if policy is not None:
             command.append(policy)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*path, REPOSITORY]))}
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 closed in `close`
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "benchmarks.workload",
-                str(model),
-                *([policy] if policy else []),
-            ],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._log,
             text=True,
             env=environment,
         )
@@ -56,7 +53,10 @@ class Worker:
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"benchmarks.workload ended with {self._process.wait()}")
+            status = self._process.wait()
+            self._log.seek(0)
+            last = self._log.read().decode(errors="replace")[-2000:]
+            raise RuntimeError(f"benchmarks.workload ended with {status}:\n{last}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -66,6 +66,14 @@ class Worker:
         self._process.stdin.close()
         self._process.stdout.close()
         self._process.wait()
+        self._log.close()
+
+
+def positive(text: str) -> int:
+    """The type of ``--pairs`` and ``--tokens``."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 1")
+    return int(text)
 
 
 def compare(ours: Worker, other: Worker, num_pairs: int, num_tokens: int) -> list[float]:
@@ -81,9 +89,9 @@ def compare(ours: Worker, other: Worker, num_pairs: int, num_tokens: int) -> lis
     return ratios
 
 
-def show(what: str, ratios: Sequence[float]) -> None:
+def show(what: str, ratios: list[float]) -> None:
     """One line: the median with its 95 % interval, and the quartiles."""
-    low, _, high = statistics.quantiles(ratios, n=4)
+    low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
     sys.stdout.write(
         f"output tokens/s, {what}: median {spread.median(ratios).text(4)} over {len(ratios)} "
         f"pairs, quartiles {low:.4f} to {high:.4f}\n"

@@ -88,6 +88,8 @@ def drive(model: str, port: int, num_prompts: int, concurrency: int) -> dict[str
 
 def interval(values: list[float]) -> str:
     """Median, 95 % bootstrap interval of it, quartiles."""
+    if not values:
+        return "no pair"
     figure = spread.median(values)
     if len(values) < 2:
         return figure.text()

@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
-from benchmarks.engine_pair import Worker, compare, show
+from benchmarks.engine_pair import Worker, compare, positive, show
 from benchmarks.unpatched import make_unpatched
 
 
@@ -20,21 +20,17 @@ from benchmarks.unpatched import make_unpatched
 def workers(model: Path) -> Iterator[tuple[Worker, Worker]]:
     """A patched and an unpatched engine."""
     with tempfile.TemporaryDirectory() as directory:
-        unpatched = make_unpatched(Path(directory))
-        pair = (Worker(model), Worker(model, [unpatched]))
-        try:
-            yield pair
-        finally:
-            for worker in pair:
-                worker.close()
+        path = [make_unpatched(Path(directory))]
+        with closing(Worker(model)) as patched, closing(Worker(model, path)) as unpatched:
+            yield patched, unpatched
 
 
 def main() -> int:
     from tests.engine.models import make_tiny_model
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.policy_off")
-    parser.add_argument("--pairs", type=int, default=400)
-    parser.add_argument("--tokens", type=int, default=20, help="output tokens per request")
+    parser.add_argument("--pairs", type=positive, default=400)
+    parser.add_argument("--tokens", type=positive, default=20, help="output tokens per request")
     arguments = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as directory,

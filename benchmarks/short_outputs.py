@@ -12,7 +12,7 @@ import tempfile
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from benchmarks.engine_pair import Worker, compare, show
+from benchmarks.engine_pair import Worker, compare, positive, show
 
 POLICY = {"type": "randkv", "budget": 2048, "buffer_size": 64}
 """No request of the workload gets near it."""
@@ -22,8 +22,8 @@ def main() -> int:
     from tests.engine.models import SMOLLM2, make_tiny_model
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.short_outputs")
-    parser.add_argument("--pairs", type=int, default=400)
-    parser.add_argument("--tokens", type=int, default=20, help="output tokens per request")
+    parser.add_argument("--pairs", type=positive, default=400)
+    parser.add_argument("--tokens", type=positive, default=20, help="output tokens per request")
     parser.add_argument(
         "--default-model",
         action="store_true",

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 NUM_RESAMPLES = 10_000
+MIN_VALUES = 6
+"""From here on the extremes enclose the median in more than 95 % of all samples."""
 
 
 class Figure(NamedTuple):
@@ -16,19 +18,22 @@ class Figure(NamedTuple):
 
     Attributes:
         value: Median or mean of the values.
-        low: Lower end of its 95 % bootstrap interval (percentiles).
-        high: Upper end.
+        low: Lower end of its 95 % bootstrap interval (percentiles), or the lowest value.
+        high: Upper end, or the highest value.
         num_values: How many values there were.
+        is_range: `low` and `high` are the extremes: too few values for an interval.
     """
 
     value: float
     low: float
     high: float
     num_values: int
+    is_range: bool = False
 
     def text(self, digits: int = 3) -> str:
-        """``1.234 (1.200 to 1.300)``."""
-        return f"{self.value:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
+        """``1.234 (1.200 to 1.300)``; ``1.234 (1.200 to 1.300, all 5)`` for a range."""
+        every = f", all {self.num_values}" if self.is_range else ""
+        return f"{self.value:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f}{every})"
 
 
 def _figure(values: Sequence[float], statistic: Callable[..., Any]) -> Figure:
@@ -42,8 +47,14 @@ def _figure(values: Sequence[float], statistic: Callable[..., Any]) -> Figure:
 
 
 def median(values: Sequence[float]) -> Figure:
-    """The median with its interval; resampling is seeded, so the answer is always the same."""
-    return _figure(values, np.median)
+    """The median with its interval; resampling is seeded, so the answer is always the same.
+
+    Of fewer than six values no interval of the median holds 95 %: then it is their range.
+    """
+    figure = _figure(values, np.median)
+    if len(values) >= MIN_VALUES:
+        return figure
+    return Figure(figure.value, min(values), max(values), len(values), is_range=True)
 
 
 def mean(values: Sequence[float]) -> Figure:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The control arm: the same rounds, but the *oldest* generated tokens go instead of random ones.
 
-A sliding window beside the protected prompt, with the same budget, the same moves and the same
-compactor; only the selection differs. A benchmark's arm, not a policy of the product.
+A sliding window beside the protected prompt, with the same budget, rounds and number of moves. It
+runs in the PyTorch compactor, which is slower than the native one. A benchmark's arm, not a policy
+of the product.
 """
 
 from __future__ import annotations

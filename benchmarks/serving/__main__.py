@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.serving.arms import Arm, parse_arm
 from benchmarks.serving.record import RefusedRunError
 from benchmarks.serving.runner import DEFAULT_MODEL, Plan, run_workload
-from benchmarks.serving.workloads import WORKLOADS, Workload
+from benchmarks.serving.workloads import PROMPT_SLACK, WORKLOADS, Workload
 from tests.server.process import REPOSITORY
 
 QUICK = ("memory-bound", "roomy", "short")
@@ -30,6 +30,10 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 1")
     return int(text)
+
+
+def _count(text: str) -> int:
+    return 0 if text == "0" else _positive(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -44,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--arm", action="append", help="dense, randkv-<budget>, window-<budget>; may be repeated")
     add("--pairs", type=_positive, help="runs of every arm (default 5; quick: 2)")
     add("--quick", action="store_true", help="smaller, dense and one budget, three workloads")
-    add("--buffer-size", type=_positive, default=32, help="of the policy (default %(default)s)")
+    add("--buffer-size", type=_count, default=32, help="of the policy (default %(default)s)")
     add("--model", default=DEFAULT_MODEL, help="directory or Hub name (default: the embedded one)")
     for name in ("num-requests", "input-len", "output-len", "num-kv-blocks", "block-size"):
         add(f"--{name}", type=_positive, help="instead of the workload's own")
@@ -65,17 +69,26 @@ def _workload(name: str, arguments: argparse.Namespace) -> Workload:
     workload = WORKLOADS[name].quick() if arguments.quick else WORKLOADS[name]
     fields = ("num_requests", "input_len", "output_len", "num_kv_blocks", "block_size")
     given = {field: getattr(arguments, field) for field in fields}
-    return replace(workload, **{field: value for field, value in given.items() if value})
+    found = replace(workload, **{field: value for field, value in given.items() if value})
+    if found.shared_prefix_len and (
+        found.input_len <= found.shared_prefix_len or found.num_requests % 2
+    ):
+        raise ValueError(
+            f"workload {name}: expected --input-len above {found.shared_prefix_len}, its shared "
+            "prefix, and an even --num-requests"
+        )
+    return found
 
 
 def _arms(workload: Workload, arguments: argparse.Namespace) -> list[Arm]:
     names = arguments.arm or workload.arms
     arms = [parse_arm(name, arguments.buffer_size) for name in dict.fromkeys(names)]
     for arm in arms:
-        if arm.config and arm.config.budget < workload.input_len:
+        least = workload.input_len + PROMPT_SLACK
+        if arm.config and arm.config.budget < least:
             raise ValueError(
-                f"arm {arm.name!r}: expected a budget of at least {workload.input_len}, the "
-                f"prompt of workload {workload.name}"
+                f"arm {arm.name!r}: expected a budget of at least {least}, to hold the prompt of "
+                f"workload {workload.name} and {PROMPT_SLACK} tokens that the client may add"
             )
     return arms
 

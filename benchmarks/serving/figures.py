@@ -33,6 +33,7 @@ class Row:
     """
 
     arm: str
+    compactor: str
     num_runs: int
     tokens_per_second: float
     ratio: Figure | None
@@ -56,19 +57,29 @@ def by_workload(runs: Sequence[Run]) -> dict[str, dict[str, list[Run]]]:
     """Runs by workload and arm, dense first, in the order of their pairs.
 
     Raises:
-        RefusedRunError: Runs of one arm have different settings, or come from different code.
+        RefusedRunError: Runs that make no comparison: other loads, prompts, machines or versions.
     """
     grouped: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
     for run in sorted(runs, key=lambda run: (rank(run.settings.arm), run.pair)):
-        same = grouped[run.settings.workload][run.settings.arm]
-        if same and same[0].settings != run.settings:
-            raise RefusedRunError(
-                f"{run.settings.workload}, {run.settings.arm}: runs of different settings"
-            )
-        same.append(run)
-    machines = {(run.hardware.model_dump_json(), run.patch_digest) for run in runs}
+        grouped[run.settings.workload][run.settings.arm].append(run)
+    for workload, arms in grouped.items():
+        every = [run for same in arms.values() for run in same]
+        if any(run.settings.load != every[0].settings.load for run in every):
+            raise RefusedRunError(f"{workload}: runs of different settings make no comparison")
+        if any(run.settings != same[0].settings for same in arms.values() for run in same):
+            raise RefusedRunError(f"{workload}: runs of different settings make no comparison")
+        lengths = {
+            (run.pair, run.seed, tuple((r.input_len, r.output_len) for r in run.requests))
+            for run in every
+        }
+        if len(lengths) != len({run.pair for run in every}):
+            raise RefusedRunError(f"{workload}: runs of one pair had different prompts or lengths")
+    machines = {
+        (run.hardware.model_dump_json(), run.patch_digest, *sorted(run.versions.items()))
+        for run in runs
+    }
     if len(machines) > 1:
-        raise RefusedRunError("runs of different machines or patches make no comparison")
+        raise RefusedRunError("runs of different machines or versions make no comparison")
     return grouped
 
 
@@ -91,13 +102,14 @@ def rows(arms: dict[str, list[Run]]) -> list[Row]:
         found.append(
             Row(
                 arm,
+                runs[0].compactor,
                 len(runs),
                 median(map(tokens_per_second, runs)),
                 spread.median(ratios) if ratios and arm != DENSE else None,
                 _percentiles([[r.ttft for r in run.requests] for run in runs]),
                 _percentiles([[x for r in run.requests for x in r.itls] for run in runs]),
                 median(max((s.num_running for s in run.samples), default=0) for run in runs),
-                median(_mean([s.num_running for s in run.samples]) for run in runs),
+                median(_mean(_busy(run)) for run in runs),
                 median(most_blocks(run) for run in runs),
                 median(run.grown("vllm:num_preemptions_total") for run in runs),
                 median(run.grown("randkv_evicted_token_head_pairs_total") for run in runs),
@@ -111,6 +123,11 @@ def rows(arms: dict[str, list[Run]]) -> list[Row]:
 def most_blocks(run: Run) -> float:
     """Most KV blocks in use at once, as far as the samples saw."""
     return max((s.kv_usage for s in run.samples), default=0.0) * run.settings.num_kv_blocks
+
+
+def _busy(run: Run) -> list[float]:
+    """Running requests of the samples between the first request and the last token."""
+    return [s.num_running for s in run.samples if s.num_running + s.num_waiting]
 
 
 def _mean(values: Sequence[float]) -> float:

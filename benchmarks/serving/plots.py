@@ -67,7 +67,7 @@ def _ratios(pyplot: Any, grouped: Grouped, colours: Mapping[str, str]) -> Any:
     axes.axvline(1, color="#888888", linewidth=1, zorder=0)
     axes.set_yticks(range(y), labels)
     axes.set_ylim(y - 0.5, -0.5)
-    axes.set_xlabel("output tokens/s, ratio to dense (median of pairs, 95 % interval)")
+    axes.set_xlabel("output tokens/s, ratio to dense (median of pairs, interval or range)")
     return figure
 
 

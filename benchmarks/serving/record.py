@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from randkv.advice.survival import rounds_run
+from randkv.config import RandKVConfig
 
 SCHEMA_VERSION = 1
 SUFFIX = ".run.json.gz"
@@ -53,6 +57,12 @@ class Settings(Record):
     block_size: Count = Field(description="Tokens of a block.")
     budget: Count | None = Field(description="K, tokens; null for the full cache.")
     buffer_size: Count | None = Field(description="r, tokens; null for the full cache.")
+    server_options: list[str] = Field([], description="Those that were given for every server.")
+
+    @property
+    def load(self) -> dict[str, object]:
+        """What all arms of a comparison have in common."""
+        return self.model_dump(exclude={"arm", "budget", "buffer_size"})
 
 
 class Request(Record):
@@ -99,27 +109,25 @@ class Run(Record):
         return self.counters_after.get(counter, 0.0) - self.counters_before.get(counter, 0.0)
 
     @property
-    def num_due(self) -> int:
-        """Requests that were long enough for a round."""
+    def num_rounds_due(self) -> int:
+        """Rounds that these lengths demand, over all requests."""
         settings = self.settings
         if settings.budget is None or settings.buffer_size is None:
             return 0
-        # A round runs before the step of the next token; the last token is never computed.
-        first_due = settings.budget + settings.buffer_size + 1
-        return sum(r.input_len + r.output_len >= first_due + 2 for r in self.requests)
+        config = RandKVConfig(settings.budget, settings.buffer_size)
+        # The last token is never computed.
+        return sum(rounds_run(config, r.input_len + r.output_len - 1) for r in self.requests)
 
     def check(self) -> None:
         """Raises `RefusedRunError` for a run whose counters say that it is not what it claims."""
-        evicted = self.grown("randkv_evicted_token_head_pairs_total")
         name = f"{self.settings.workload}, {self.settings.arm}, pair {self.pair}"
-        if self.num_due and not evicted:
+        evicted = self.grown("randkv_evicted_token_head_pairs_total")
+        rounds, due = self.grown("randkv_compaction_rounds_total"), self.num_rounds_due
+        is_exact = not self.grown("vllm:num_preemptions_total")  # they are replayed, and count
+        if rounds < due or (is_exact and rounds != due) or bool(evicted) is not bool(due):
             raise RefusedRunError(
-                f"{name}: {self.num_due} requests went beyond budget and buffer, but the server "
-                "counted no evicted pair: the policy did not run"
-            )
-        if evicted and not self.num_due:
-            raise RefusedRunError(
-                f"{name}: the server evicted {evicted:.0f} pairs where no request was due"
+                f"{name}: these lengths demand {due} rounds, but the server counted {rounds:.0f} "
+                f"and {evicted:.0f} evicted pairs: the policy did not run as it should"
             )
         tokens = sum(request.output_len for request in self.requests)
         counted = self.grown("vllm:generation_tokens_total")
@@ -145,6 +153,8 @@ def load(directory: Path) -> list[Run]:
     for path in sorted(directory.glob(f"*{SUFFIX}")):
         try:
             run = Run.model_validate_json(gzip.decompress(path.read_bytes()))
+        except (OSError, EOFError, zlib.error) as error:
+            raise RefusedRunError(f"{path}: expected a compressed file, whole ({error})") from None
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))

@@ -15,6 +15,7 @@ from benchmarks.serving.workloads import WORKLOADS
 
 _COLUMNS = (
     "arm",
+    "compactor",
     "runs",
     "output tokens/s",
     "ratio to dense",
@@ -29,9 +30,10 @@ _COLUMNS = (
 )
 _LEGEND = (
     "Medians over runs. Ratio: output tokens/s over those of the dense run with the same prompts, "
-    "median of the pairs with its 95 % bootstrap interval. TTFT and ITL: median and 99th "
-    "percentile. Running: most requests at once, and the mean over the run. KV blocks: most in "
-    "use, of a sample a second. Compaction: share of the wall time."
+    "median of the pairs with its 95 % bootstrap interval, or with their range where there are "
+    "fewer than six. TTFT and ITL: median and 99th percentile. Running: most requests at once, and "
+    "the mean while there were any. KV blocks: most in use, of a sample a second. Compaction: its "
+    "share of the wall time."
 )
 
 
@@ -72,13 +74,12 @@ def _machine(runs: Sequence[Run]) -> str:
 
 def _workload(name: str, by_arm: Mapping[str, Sequence[Run]]) -> str:
     settings = next(iter(by_arm.values()))[0].settings
-    about = f" ({WORKLOADS[name].about})" if name in WORKLOADS else ""
     tokens = settings.num_kv_blocks * settings.block_size
     lines = [
         f"## {name}",
         "",
         f"{settings.num_requests} requests at once, {settings.input_len} + {settings.output_len} "
-        f"tokens, KV memory for {tokens:,} tokens{about}; model {settings.model}.",
+        f"tokens, KV memory for {tokens:,} tokens; model {settings.model}.",
         "",
         "| " + " | ".join(_COLUMNS) + " |",
         "| --- " * len(_COLUMNS) + "|",
@@ -100,6 +101,7 @@ def _line(row: Row) -> str:
     copied = f"{row.copied_pairs / row.evicted_pairs:.3f}" if row.evicted_pairs else ""
     cells = (
         row.arm,
+        "" if is_dense else row.compactor,
         str(row.num_runs),
         f"{row.tokens_per_second:.1f}",
         "1" if is_dense else row.ratio.text() if row.ratio else "",

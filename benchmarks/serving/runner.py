@@ -69,6 +69,7 @@ def settings_of(plan: Plan, workload: Workload, arm: Arm) -> Settings:
         block_size=workload.block_size,
         budget=arm.config.budget if arm.config else None,
         buffer_size=arm.config.buffer_size if arm.config else None,
+        server_options=list(plan.more_server_options),
     )
 
 
@@ -80,23 +81,24 @@ def run_workload(
     Raises:
         RefusedRunError: A run is no result, or `plan.output` holds one of other settings.
     """
-    stored = {
-        (run.settings.arm, run.pair): run
-        for run in record.load(plan.output)
-        if run.settings.workload == workload.name
-    }
+    wanted = {arm.name: settings_of(plan, workload, arm) for arm in arms}
+    load = wanted[arms[0].name].load
+    stored = set()
+    for run in record.load(plan.output):
+        if run.settings.workload != workload.name:
+            continue
+        if run.settings.load != load or run.settings != wanted.get(run.settings.arm, run.settings):
+            raise RefusedRunError(
+                f"{plan.output} holds {record.file_name(run)}, a run of other settings: give "
+                "another --output"
+            )
+        stored.add((run.settings.arm, run.pair))
     todo = []
     for pair in range(plan.pairs * workload.repeats):
         first = pair % len(arms)
         for arm in (*arms[first:], *arms[:first]):
-            done = stored.get((arm.name, pair))
-            if done is None:
+            if (arm.name, pair) not in stored:
                 todo.append((pair, arm))
-            elif done.settings != settings_of(plan, workload, arm):
-                raise RefusedRunError(
-                    f"{plan.output} holds {record.file_name(done)}, a run of other settings: "
-                    "give another --output"
-                )
     with ExitStack() as kept:
         servers: dict[str, Server] = {}
         for number, (pair, arm) in enumerate(todo, start=1):
@@ -129,7 +131,7 @@ def started(plan: Plan, workload: Workload, arm: Arm) -> Iterator[Server]:
     ]
     with (
         tempfile.TemporaryDirectory() as directory,
-        serve(Path(directory), *options, environment=arm.environment, seconds=1800) as server,
+        _serve(Path(directory), options, arm) as server,
     ):
         if arm.is_window:
             answer = server.post("/collective_rpc", {"method": "use_window"})
@@ -137,6 +139,18 @@ def started(plan: Plan, workload: Workload, arm: Arm) -> Iterator[Server]:
                 raise RefusedRunError(f"{arm.name}: {answer.status} {answer.body[:200]!r}")
         short = ["--num-prompts", "2", "--random-input-len", "16", "--random-output-len", "8"]
         client.drive(client.options(server.url, NAME, plan.model, 0, *short))
+        yield server
+
+
+@contextmanager
+def _serve(directory: Path, options: Sequence[str], arm: Arm) -> Iterator[Server]:
+    with ExitStack() as stack:
+        try:
+            server = stack.enter_context(
+                serve(directory, *options, environment=arm.environment, seconds=1800)
+            )
+        except AssertionError as error:
+            raise RefusedRunError(f"{arm.name}: its server did not start:\n{error}") from None
         yield server
 
 

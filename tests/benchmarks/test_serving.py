@@ -5,19 +5,23 @@ from __future__ import annotations
 
 import gzip
 import json
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from benchmarks.serving import __main__ as command
 from benchmarks.serving import figures, record
 from benchmarks.serving.arms import parse_arm
-from benchmarks.serving.record import RefusedRunError, Run
+from benchmarks.serving.monitor import INTERVAL, monitor
+from benchmarks.serving.record import RefusedRunError
 from benchmarks.serving.workloads import WORKLOADS
+from tests.server.process import Server
 
 STORED = Path(__file__).parents[1] / "data" / "serving"
 EVICTED = "randkv_evicted_token_head_pairs_total"
@@ -63,9 +67,9 @@ def test_report_is_made_from_stored_runs_alone(
         (line,) = (line for line in report.splitlines() if line.startswith(f"| {arm} |"))
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         own = [run for run in runs if run.settings.arm == arm]
-        assert cells[1] == str(len(own))
+        assert cells[2] == str(len(own))
         speeds = sorted(figures.tokens_per_second(run) for run in own)
-        assert float(cells[2]) == pytest.approx(sum(speeds) / 2, abs=0.06)
+        assert float(cells[3]) == pytest.approx(sum(speeds) / 2, abs=0.06)
     for name in ("ratios.png", "memory.png"):
         assert (directory / name).read_bytes().startswith(b"\x89PNG")
 
@@ -93,15 +97,23 @@ def test_run_without_an_evicted_pair_is_refused(
     assert command.main(["report", str(stored("randkv-128", undo))]) == 2
     error = capsys.readouterr().err
     assert "randkv-128, pair 0" in error
-    assert "the policy did not run" in error
+    assert "but the server counted 12 and 0 evicted pairs" in error
 
 
 def test_dense_run_that_evicted_is_refused(stored: Callable[..., Path]) -> None:
     def evict(run: Any) -> None:
         run["counters_after"][EVICTED] += 90
 
-    with pytest.raises(RefusedRunError, match="evicted 90 pairs where no request was due"):
+    with pytest.raises(RefusedRunError, match="demand 0 rounds, but .* 0 and 90 evicted pairs"):
         record.load(stored("dense", evict))
+
+
+def test_run_of_which_one_round_is_missing_is_refused(stored: Callable[..., Path]) -> None:
+    def lose(run: Any) -> None:
+        run["counters_after"]["randkv_compaction_rounds_total"] -= 1
+
+    with pytest.raises(RefusedRunError, match="the policy did not run as it should"):
+        record.load(stored("randkv-128", lose))
 
 
 def test_run_that_shared_its_server_is_refused(stored: Callable[..., Path]) -> None:
@@ -120,12 +132,56 @@ def test_runs_of_two_machines_are_no_comparison(stored: Callable[..., Path]) -> 
         figures.by_workload(record.load(stored("dense", move)))
 
 
-def test_runs_of_other_settings_are_not_mixed(stored: Callable[..., Path]) -> None:
-    def lengthen(run: Any) -> None:
-        run["settings"]["output_len"] = 4000
+@pytest.mark.parametrize("field", ["output_len", "num_kv_blocks", "num_requests"])
+def test_runs_of_other_settings_are_not_compared(stored: Callable[..., Path], field: str) -> None:
+    def change(run: Any) -> None:
+        run["settings"][field] = 4000
 
-    with pytest.raises(RefusedRunError, match="different settings"):
-        figures.by_workload(record.load(stored("dense", lengthen)))
+    runs = record.load(stored("dense", change))
+    of_one_pair = [run for run in runs if run.pair == 0]
+    for mixed in (runs, of_one_pair):
+        with pytest.raises(RefusedRunError, match="different settings"):
+            figures.by_workload(mixed)
+
+
+def test_runs_of_one_pair_have_the_same_lengths(stored: Callable[..., Path]) -> None:
+    def shorten(run: Any) -> None:
+        run["requests"][0]["input_len"] -= 1
+
+    with pytest.raises(RefusedRunError, match="different prompts or lengths"):
+        figures.by_workload(record.load(stored("dense", shorten)))
+
+
+def test_damaged_file_is_named(stored: Callable[..., Path], capsys: Any) -> None:
+    path = next(stored().glob("*.gz"))
+    path.write_bytes(path.read_bytes()[:-40])
+    assert command.main(["report", str(path.parent)]) == 2
+    assert f"{path}: expected a compressed file, whole" in capsys.readouterr().err
+
+
+def test_samples_without_a_request_do_not_count(stored: Callable[..., Path]) -> None:
+    def idle(run: Any) -> None:
+        nothing = {"num_running": 0, "num_waiting": 0, "kv_usage": 0, "seconds": 0}
+        run["samples"] = [nothing] * 20 + [
+            {**nothing, "num_running": 2, "seconds": 20},
+            {**nothing, "num_running": 4, "seconds": 21},
+        ]
+
+    runs = [
+        run
+        for run in record.load(stored("dense", idle))
+        if run.settings.arm == "dense" and run.pair == 0
+    ]
+    (row,) = figures.rows(figures.by_workload(runs)["memory-bound"])
+    assert (row.mean_running, row.most_running) == (3, 4)
+
+
+def test_failed_sample_refuses_the_run() -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        server = Server(cast(Any, None), nobody.getsockname()[1], Path())
+        with pytest.raises(RefusedRunError, match="could not be sampled"), monitor(server):
+            time.sleep(1.5 * INTERVAL)
 
 
 def test_unknown_field_names_the_file(stored: Callable[..., Path]) -> None:
@@ -155,7 +211,9 @@ def test_flat_latency_of_a_long_decode_is_a_ratio_of_one() -> None:
     [
         (["--arm", "randkv"], "expected dense, randkv-<budget> or window-<budget>"),
         (["--arm", "randkv-0"], "expected dense, randkv-<budget> or window-<budget>"),
-        (["--arm", "randkv-32"], "expected a budget of at least 64"),
+        (["--arm", "randkv-32"], "expected a budget of at least 96"),
+        (["--workload", "prefix-shared", "--num-requests", "3"], "an even --num-requests"),
+        (["--workload", "prefix-shared", "--input-len", "96"], "expected --input-len above 96"),
     ],
 )
 def test_bad_arms_are_refused_before_anything_starts(
@@ -176,14 +234,14 @@ def test_every_workload_can_be_told_from_the_others_and_shortened() -> None:
 
 
 def test_rounds_are_due_from_the_length_that_the_engine_says() -> None:
-    """Budget 128 and buffer 32: a request evicts when it has 163 tokens, not at 162."""
+    """Budget 128 and buffer 32: at 163 tokens, not at 162, and then every 32."""
     run = next(run for run in record.load(STORED) if run.settings.arm == "randkv-128")
 
     def num_due(length: int) -> int:
         request = run.requests[0].model_copy(update={"input_len": 60, "output_len": length - 60})
-        return run.model_copy(update={"requests": [request]}).num_due
+        return run.model_copy(update={"requests": [request]}).num_rounds_due
 
-    assert (num_due(162), num_due(163)) == (0, 1)
+    assert [num_due(length) for length in (162, 163, 194, 195)] == [0, 1, 1, 2]
 
 
 def run_small(output: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -210,9 +268,8 @@ def test_servers_are_run_in_pairs_and_what_is_stored_is_not_run_again(tmp_path: 
     assert [r.input_len for r in dense.requests] == [r.input_len for r in randkv.requests]
     # 30 layers of 3 KV heads: rounds at 129, 161 and 193 computed tokens of about 214.
     assert randkv.grown(EVICTED) == 2 * 90 * (1 + 32 + 32)
-    assert randkv.grown("randkv_copied_token_head_pairs_total") <= randkv.grown(EVICTED)
+    assert 0 < randkv.grown("randkv_copied_token_head_pairs_total") <= randkv.grown(EVICTED)
     assert dense.grown(EVICTED) == 0
-    assert all(isinstance(run, Run) for run in runs.values())
     times = {path: path.stat().st_mtime_ns for path in tmp_path.glob(f"*{record.SUFFIX}")}
     again = run_small(tmp_path)
     assert again.returncode == 0

@@ -21,8 +21,15 @@ def test_interval_is_that_of_scipys_bootstrap() -> None:
 
 def test_same_values_give_the_same_figure() -> None:
     values = [1.0, 1.2, 0.9, 1.1, 1.05]
-    assert spread.median(values) == spread.median(values)
-    assert spread.median(values).text(2) == "1.05 (0.90 to 1.20)"
+    assert spread.mean(values) == spread.mean(values)
+    assert spread.median([*values, 1.3]) == spread.median([*values, 1.3])
+
+
+def test_few_values_have_a_range_and_say_so() -> None:
+    values = [1.0, 1.2, 0.9, 1.1, 1.05]
+    assert spread.median(values).text(2) == "1.05 (0.90 to 1.20, all 5)"
+    assert spread.median([*values, 1.3]).is_range is False
+    assert spread.median([1.0]).text(1) == "1.0 (1.0 to 1.0, all 1)"
 
 
 def test_no_values_make_no_figure() -> None:

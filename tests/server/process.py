@@ -221,6 +221,7 @@ def serve(
                 process.wait(timeout=60)
             except subprocess.TimeoutExpired:
                 process.kill()
+                process.wait()
                 raise
 
 
