@@ -16,7 +16,7 @@ from randkv.advice.memory import (
     given_kv_memory,
     kv_memory_of,
 )
-from randkv.advice.model_shape import DTYPE_BYTES, KV_DTYPE_BYTES, load_model, model_shape
+from randkv.advice.model_shape import DTYPE_BYTES, KV_DTYPES, load_model, model_shape
 from randkv.advice.picture import to_png
 from randkv.advice.recommendation import notes, recommend
 from randkv.advice.report import Advice, to_text
@@ -74,7 +74,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=("auto", *DTYPE_BYTES), default="auto", help="as of vllm serve")
     add(
         "--kv-cache-dtype",
-        choices=("auto", *KV_DTYPE_BYTES),
+        choices=("auto", *KV_DTYPES),
         default="auto",
         help="as of vllm serve",
     )
@@ -155,6 +155,7 @@ def advise(arguments: argparse.Namespace) -> Advice:
         options,
         recommend(plan, full, options),
         notes(plan, shape.max_position_embeddings),
+        arguments.dtype,
     )
 
 

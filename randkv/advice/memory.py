@@ -70,8 +70,10 @@ def estimated_parameters(files: ModelFiles) -> int:
     """
     config = files.config
     is_quantised = bool(config.get("quantization_config"))
-    if config.get("model_type") not in _ESTIMATED or is_quantised:
+    if config.get("model_type") not in _ESTIMATED or is_quantised or files.has_other_parts:
         kind = "quantised" if is_quantised else str(config.get("model_type"))
+        if files.has_other_parts:
+            kind = f"{kind} text part of a multimodal model"
         raise RandKVError(
             f"The weights of {files.name} are not in its directory and cannot be estimated from "
             f"its config ({kind}). Give --weights-gib, or --kv-memory without --memory-bandwidth."

@@ -15,6 +15,8 @@ from randkv.errors import RandKVConfigError, RandKVUnsupportedError
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 KV_DTYPE_BYTES = {**DTYPE_BYTES, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+KV_DTYPES = tuple(name for name in KV_DTYPE_BYTES if name != "float32")
+"""What vLLM 0.28.0 lets one ask for; a float32 cache is that of a model served in float32."""
 MAX_LAYERS = 4096
 MAX_WIDTH = 2**24
 _FULL = "serve a model with full attention in every layer"
@@ -74,11 +76,15 @@ REFUSALS: tuple[tuple[str, Callable[[Mapping[str, Any]], bool], str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model's text config, and the folder it came from (None: only the config is here)."""
+    """A model's text config, and the folder it came from (None: only the config is here).
+
+    `has_other_parts` says that it is one part of a multimodal model's, whose rest is left out.
+    """
 
     name: str
     config: Mapping[str, Any]
     folder: Path | None
+    has_other_parts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +178,15 @@ def load_model(name: str) -> ModelFiles:
     if not isinstance(config, dict):
         raise RandKVConfigError("model", name, f"a JSON object in {path}")
     text = config.get("text_config")
+    has_other_parts = False
     if isinstance(text, dict) and "num_hidden_layers" in text:
-        config = {"dtype": config.get("dtype", config.get("torch_dtype")), **text}
-    return ModelFiles(name, config, folder)
+        has_other_parts = True
+        whole = {
+            "dtype": config.get("dtype", config.get("torch_dtype")),
+            "quantization_config": config.get("quantization_config"),
+        }
+        config = {**text, **{key: whole[key] for key in whole if text.get(key) is None}}
+    return ModelFiles(name, config, folder, has_other_parts)
 
 
 def size_of(files: ModelFiles, key: str, default: int | None = None, high: int = MAX_WIDTH) -> int:
@@ -217,7 +229,7 @@ def model_shape(files: ModelFiles, dtype: str = "auto", kv_dtype: str = "auto") 
         raise RandKVUnsupportedError(reasons)
     for field, value, known in (
         ("dtype", dtype, DTYPE_BYTES),
-        ("kv_dtype", kv_dtype, KV_DTYPE_BYTES),
+        ("kv_dtype", kv_dtype, KV_DTYPES),
     ):
         if value != "auto" and value not in known:
             raise RandKVConfigError(field, value, f"one of auto, {', '.join(known)}")

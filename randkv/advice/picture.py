@@ -128,11 +128,11 @@ def to_png(of: Advice) -> bytes:
     all_axes[-1].set_xticks(budgets, [f"{b:,}" for b in budgets])
     all_axes[-1].minorticks_off()
     work, model = of.plan.workload, Path(of.shape.name).name[-48:]
-    name = "dense" if chosen is None else f"budget {chosen:,} (shaded)"
+    shaded = "" if chosen is None else " (shaded)"
     figure.suptitle(
         f"{model}: prompt {work.prompt_tokens:,}, output {work.output_tokens:,} "
         f"tokens, {of.plan.memory.num_bytes / 2**30:,.1f} GiB of KV memory per GPU\n"
-        f"recommended: {name}",
+        f"recommended: {of.recommendation.name}{shaded}",
         fontsize=11,
     )
     out = io.BytesIO()

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from randkv.advice.advisor import Held, Option, Plan
+from randkv.advice.memory import GIB
 from randkv.config import RandKVConfig
 
 PAPER = "arXiv 2609.03430"
@@ -24,7 +26,10 @@ NOT_MEMORY_BOUND = 8192
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """`budget` is None for dense; `requests` is how many fit, as `_fitting` counts them."""
+    """`budget` is None for dense; `requests` is how many fit, as `_fitting` counts them.
+
+    Where that is none, nothing is recommended: every budget that fits is unfit for the output.
+    """
 
     budget: int | None
     buffer_size: int | None
@@ -32,7 +37,16 @@ class Recommendation:
     reasons: tuple[str, ...]
 
     @property
-    def policy(self) -> dict[str, Any]:
+    def name(self) -> str:
+        if self.requests == 0:
+            return "nothing"
+        return "dense" if self.budget is None else f"budget {self.budget:,}"
+
+    @property
+    def policy(self) -> dict[str, Any] | None:
+        """None where nothing is recommended."""
+        if self.requests == 0:
+            return None
         if self.budget is None or self.buffer_size is None:
             return {"type": "dense"}
         return {"type": "randkv", "budget": self.budget, "buffer_size": self.buffer_size}
@@ -50,8 +64,16 @@ def _lengths(plan: Plan) -> str:
     return "at their mean length" if plan.workload.is_log else "at their longest"
 
 
-def _dense(plan: Plan, full: Held, *reasons: str) -> Recommendation:
-    return Recommendation(None, None, _fitting(plan, full), reasons)
+def _dense(plan: Plan, full: Held, reason: str) -> Recommendation:
+    reasons = [reason]
+    if full.requests == 0:
+        least = math.ceil((full.kv_bytes + plan.block_bytes) / GIB * 100) / 100
+        reasons.append(
+            f"Not one dense request of full length fits either: it takes {least:,.2f} GiB for KV "
+            "per GPU. Add memory or GPUs, use --kv-cache-dtype fp8, list a --budget in between, or "
+            "plan for shorter outputs."
+        )
+    return Recommendation(None, None, _fitting(plan, full), tuple(reasons))
 
 
 def _is_crowded(option: Option, most: float) -> bool:

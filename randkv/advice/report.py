@@ -33,12 +33,15 @@ class Advice:
     options: Sequence[Option]
     recommendation: Recommendation
     notes: Sequence[str]
+    asked_dtype: str = "auto"
 
     @property
     def server_options(self) -> list[str]:
-        """Options of ``python -m server`` for the recommendation."""
+        """Options of ``python -m server`` for the recommendation; none where it is nothing."""
         plan, memory, work = self.plan, self.plan.memory, self.plan.workload
         policy = self.recommendation.policy
+        if policy is None:
+            return []
         shown = json.dumps(policy, separators=(",", ":")) if len(policy) > 1 else "dense"
         found = ["--kv-cache-policy", shown]
         if self.dense.requests == 0:  # vLLM's start wants room for one of max_model_len
@@ -51,6 +54,8 @@ class Advice:
             found += ["--max-num-seqs", str(requests)]
         if self.num_ranks > 1:
             found += ["--tensor-parallel-size", str(self.num_ranks)]
+        if self.asked_dtype != "auto":
+            found += ["--dtype", self.asked_dtype]
         if self.shape.kv_dtype != self.shape.dtype:
             found += ["--kv-cache-dtype", self.shape.kv_dtype]
         if plan.block_size != 16:
@@ -196,9 +201,9 @@ def to_text(of: Advice) -> str:
         for row in rows
     ]
     chosen = of.recommendation
-    name = "dense" if chosen.budget is None else f"budget {chosen.budget:,}"
-    lines = [*_head(of), "", *table, "", *_legend(of), "", f"Recommended: {name}"]
+    lines = [*_head(of), "", *table, "", *_legend(of), "", f"Recommended: {chosen.name}"]
     lines += [_wrapped(reason, "  - ") for reason in chosen.reasons]
-    lines += ["", *(_wrapped(note, "Note: ") for note in of.notes), ""]
-    lines.append(shlex.join(of.server_options))
+    lines += ["", *(_wrapped(note, "Note: ") for note in of.notes)]
+    if of.server_options:
+        lines += ["", shlex.join(of.server_options)]
     return "\n".join(lines) + "\n"

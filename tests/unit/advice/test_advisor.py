@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import shlex
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,9 +10,12 @@ from hypothesis import strategies as st
 
 from randkv import RandKVConfig, RandKVConfigError
 from randkv.advice.advisor import Option, Plan, ages, compare, default_budgets, dense, option
+from randkv.advice.model_shape import ModelShape
 from randkv.advice.recommendation import notes, recommend
+from randkv.advice.report import Advice, to_text
 from randkv.advice.step_time import StepTime, roofline
 from randkv.advice.workload import Workload, given_lengths
+from randkv.config import EnginePolicy
 from tests.unit.advice.cases import plan
 
 
@@ -91,6 +96,7 @@ def test_ratios_are_over_dense_of_the_same_kind() -> None:
     assert (none_fits.held.requests, none_fits.over_dense) == (2, None)
 
 
+SHAPE = ModelShape("none", 1, 1, 1, 1, "bfloat16", "bfloat16", None)
 STEP = StepTime("constants", 0.01, 1e-9, 0.0, "nobody")
 
 
@@ -166,7 +172,7 @@ def recommended(of: Plan, *budgets: int) -> tuple[int | None, str]:
     full, options = compare(of, 64, budgets)
     found = recommend(of, full, options)
     if found.budget is None:
-        assert found.policy == {"type": "dense"}
+        assert found.policy == ({"type": "dense"} if full.requests else None)
         assert found.requests == (full.requests_half_grown if of.workload.is_log else full.requests)
     return found.budget, " ".join(found.reasons)
 
@@ -226,6 +232,25 @@ def test_dense_where_no_more_requests_fit() -> None:
     assert "bring nothing" in why
 
 
+def test_nothing_where_no_dense_request_fits_and_no_budget_is_fit() -> None:
+    budget, why = recommended(plan(num_blocks=60))  # budget 1,024 takes 72, 512 is crowded
+    assert budget is None
+    assert "5 or more generated tokens" in why
+    assert "Not one dense request of full length fits either: it takes 0.01 GiB" in why
+    assert "Add memory" in why
+    budget, why = recommended(plan(num_blocks=60, concurrency=1))
+    assert budget == 512
+
+
+def test_nothing_where_a_logs_longest_request_fits_only_as_refused() -> None:
+    of = plan(log_of(*[(10, 50)] * 97, *[(5000, 10)] * 3), num_blocks=100)
+    full, options = compare(of, 16, [64])
+    assert options[0].held.requests == 25
+    found = recommend(of, full, options)
+    assert found.policy is None
+    assert "Not one dense request" in found.reasons[-1]
+
+
 def test_a_budget_where_not_one_dense_request_fits() -> None:
     budget, why = recommended(plan(num_blocks=100))
     assert budget == 1024
@@ -249,8 +274,21 @@ def test_what_is_recommended_is_listed_holds_the_prompt_and_fits(
         return
     found = recommend(of, full, options)
     assert found.reasons
-    if found.budget is None:
+    advice = Advice(SHAPE, 1, None, of, full, options, found, [])
+    if found.policy is None:
+        assert (found.budget, found.requests, full.requests) == (None, 0, 0)
+        assert advice.server_options == []
+        assert "--kv-cache-policy" not in to_text(advice)
         return
+    words = shlex.split(to_text(advice).splitlines()[-1])
+    pasted = dict(zip(words[::2], words[1::2], strict=True))
+    policy = EnginePolicy.parse(pasted["--kv-cache-policy"], pasted.get("--kv-cache-policy-limits"))
+    assert policy is not None
+    if found.budget is None:
+        assert full.requests
+        assert policy.default is None
+        return
+    assert policy.default == RandKVConfig(found.budget, buffer_size)
     (one,) = (o for o in options if o.budget == found.budget)
     assert one.budget > prompt
     assert one.rounds > 0

@@ -146,13 +146,32 @@ def test_every_option_that_differs_is_to_be_pasted(advise: Any) -> None:
     found = advise(
         "--gpu-memory", "40", *LENGTHS, "--tensor-parallel-size", "2", "--kv-cache-dtype", "fp8",
         "--block-size", "32", "--gpu-memory-utilization", "0.8", "--budget", "8192",
-        "--memory-bandwidth", "2000",
+        "--memory-bandwidth", "2000", "--dtype", "float16",
     )  # fmt: skip
     assert shlex.split(found.splitlines()[-1])[2:] == [
-        "--max-model-len", "33792", "--tensor-parallel-size", "2", "--kv-cache-dtype", "fp8",
-        "--block-size", "32", "--gpu-memory-utilization", "0.8",
+        "--max-model-len", "33792", "--tensor-parallel-size", "2", "--dtype", "float16",
+        "--kv-cache-dtype", "fp8", "--block-size", "32", "--gpu-memory-utilization", "0.8",
     ]  # fmt: skip
     assert "on each of 2 GPUs" in found
+
+
+@pytest.mark.parametrize(
+    ("asked", "pasted"),
+    [
+        (("--dtype", "float32"), ["--dtype", "float32"]),
+        (("--dtype", "bfloat16"), ["--dtype", "bfloat16"]),
+        (("--dtype", "auto"), []),
+        (
+            ("--dtype", "float32", "--kv-cache-dtype", "bfloat16"),
+            ["--dtype", "float32", "--kv-cache-dtype", "bfloat16"],
+        ),
+    ],
+)
+def test_what_sets_the_bytes_of_a_token_is_to_be_pasted(
+    advise: Any, asked: tuple[str, ...], pasted: list[str]
+) -> None:
+    found = advise("--kv-memory", "64", *LENGTHS, *asked)
+    assert shlex.split(found.splitlines()[-1])[4:] == pasted
 
 
 def test_more_sequences_than_vllms_default_are_asked_for(advise: Any) -> None:
@@ -173,6 +192,17 @@ def test_dense_that_does_not_fit_is_not_allowed_either(advise: Any) -> None:
     policy = EnginePolicy.parse(options[1], options[3])
     assert policy is not None
     assert policy.max_physical_len == 8192 + 2 * 64
+
+
+def test_nothing_is_to_be_pasted_where_nothing_is_recommended(advise: Any, tmp_path: Path) -> None:
+    options = ("--kv-memory", "1", *LENGTHS)
+    text = advise(*options, "--output", str(tmp_path / "advice.png"))
+    assert "Recommended: nothing\n" in text
+    assert "it takes 4.65 GiB for KV per GPU" in " ".join(text.split())
+    assert "--kv-cache-policy" not in text
+    assert not text.endswith("\n\n")
+    found = json.loads(advise(*options, "--format", "json"))["recommendation"]
+    assert (found["policy"], found["budget"], found["server_options"]) == (None, None, [])
 
 
 def test_dense_is_pasted_as_its_name(advise: Any) -> None:
@@ -261,6 +291,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *options: str) -> str:
         (("--kv-memory", "9", *LENGTHS, "--block-size", "0"), "block_size has value 0"),
         (("--kv-memory", "9", *LENGTHS, "--tensor-parallel-size", "3"), "tensor_parallel_size"),
         (("--kv-memory", "9", *LENGTHS, "--kv-cache-dtype", "nvfp4"), "invalid choice"),
+        (("--kv-memory", "9", *LENGTHS, "--kv-cache-dtype", "float32"), "invalid choice"),
         (("--kv-memory", "9", *LENGTHS, "--latency", "none"), "latency has value 'none'"),
         (("--kv-memory", "9", *LENGTHS, "--memory-bandwidth", "0"), "memory_bandwidth has value"),
         (("--kv-memory", "9", *LENGTHS, "--output", "x.svg"), "has no suffix .png"),

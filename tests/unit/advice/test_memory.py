@@ -10,7 +10,7 @@ import pytest
 from randkv import RandKVConfigError, RandKVError
 from randkv.advice.memory import GIB, KVMemory, Weights, find_weights, kv_memory_of
 from randkv.advice.model_shape import load_model, model_shape
-from tests.unit.advice.cases import model
+from tests.unit.advice.cases import QWEN3_4B, model
 
 
 def weights(folder: Path, given: float | None = None, dtype: str = "auto") -> Weights:
@@ -85,6 +85,20 @@ def test_weights_that_nothing_tells_have_to_be_given(
 ) -> None:
     with pytest.raises(RandKVError, match="Give --weights-gib"):
         weights(model(tmp_path, **changes))
+
+
+def test_weights_of_a_multimodal_model_are_not_estimated_from_its_text(tmp_path: Path) -> None:
+    folder = model(tmp_path, text_config=QWEN3_4B)
+    with pytest.raises(RandKVError, match=r"qwen3 text part of a multimodal .* --weights-gib"):
+        weights(folder)
+    assert weights(folder, 2.0).num_bytes == 2 * GIB
+
+
+def test_quantised_files_of_a_multimodal_model_are_not_scaled(tmp_path: Path) -> None:
+    text = {**QWEN3_4B, "torch_dtype": "float32"}
+    folder = model(tmp_path, quantization_config={"quant_method": "awq"}, text_config=text)
+    (folder / "model.safetensors").write_bytes(bytes(1000))
+    assert weights(folder) == Weights(1000, "safetensors files")
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])

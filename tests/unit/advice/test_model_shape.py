@@ -59,6 +59,19 @@ def test_the_text_config_of_a_multimodal_model_counts(tmp_path: Path) -> None:
     text = {k: v for k, v in QWEN3_4B.items() if k != "torch_dtype"}
     folder = model(tmp_path, **dict.fromkeys(QWEN3_4B, ...), dtype="bfloat16", text_config=text)
     assert token_bytes(folder) == QWEN3_4B_TOKEN
+    files = load_model(str(folder))
+    assert files.has_other_parts
+    assert not files.config["quantization_config"]
+    assert not load_model(str(model(tmp_path))).has_other_parts
+
+
+@pytest.mark.parametrize(
+    "own", [{}, {"quantization_config": None}, {"quantization_config": {"b": 2}}]
+)
+def test_the_text_config_is_quantised_like_the_whole(tmp_path: Path, own: dict[str, Any]) -> None:
+    folder = model(tmp_path, quantization_config={"a": 1}, text_config={**QWEN3_4B, **own})
+    found = load_model(str(folder)).config["quantization_config"]
+    assert found == (own.get("quantization_config") or {"a": 1})
 
 
 @pytest.mark.parametrize(
