@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +18,9 @@ class Figure(NamedTuple):
     """One value per pair or prompt, summed up.
 
     Attributes:
-        value: Median or mean of the values.
-        low: Lower end of its 95 % bootstrap interval (percentiles), or the lowest value.
+        value: Median, mean or share of the values.
+        low: Lower end of its 95 % interval: bootstrap (percentiles), of a share Wilson's; or the
+            lowest value.
         high: Upper end, or the highest value.
         num_values: How many values there were.
         is_range: `low` and `high` are the extremes: too few values for an interval.
@@ -60,3 +62,16 @@ def median(values: Sequence[float]) -> Figure:
 def mean(values: Sequence[float]) -> Figure:
     """The mean with its interval; resampling is seeded, so the answer is always the same."""
     return _figure(values, np.mean)
+
+
+def share(values: Sequence[float]) -> Figure:
+    """The share of ones among zeros and ones, with Wilson's interval: it has a width at 0, too."""
+    if not values:
+        raise ValueError("a figure needs at least one value")
+    number, value = len(values), sum(values) / len(values)
+    z = NormalDist().inv_cdf(0.975)
+    centre = value + z**2 / (2 * number)
+    half = z * (value * (1 - value) / number + z**2 / (4 * number**2)) ** 0.5
+    low, high = ((centre + side) / (1 + z**2 / number) for side in (-half, half))
+    # Rounding must not put the share outside.
+    return Figure(value, max(0.0, min(low, value)), min(1.0, max(high, value)), number)

@@ -20,6 +20,7 @@ from benchmarks.quality.plot import draw
 from benchmarks.quality.record import reasons
 from benchmarks.quality.report import report
 from benchmarks.quality.store import Store, StoreError
+from randkv import patching
 
 SMOLLM2 = Path(__file__).parents[2] / "models" / "smollm2-135m-instruct"
 FULL: dict[str, Any] = {
@@ -101,7 +102,7 @@ def _with_defaults(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def write_report(store: Store) -> None:
-    """Write report.md and quality.png from the stored lines."""
+    """Write report.md and quality.png from the stored settings and records."""
     settings, records = store.settings(), store.records()
     if not records:
         raise StoreError(f"{store.directory} holds no records yet")
@@ -138,7 +139,10 @@ def _run(plan: Plan, store: Store, options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0; ends with 2 for bad options, and with 1 where there is no valid result."""
+    """Returns 0; ends with 1 where there is no valid result.
+
+    Ends with 2 for bad options, and for files that cannot be read or written.
+    """
     parser = _parser()
     options = _with_defaults(parser.parse_args(arguments))
     try:
@@ -154,6 +158,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
     except ValidationError as error:
         parser.exit(1, f"{parser.prog}: refused as a result: {reasons(error)}\n")
+    except OSError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
     return 0
 
 
@@ -171,7 +177,7 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Plan:
         return tokens
 
     try:
-        return make_plan(options, encode, f"vllm {vllm.__version__}")
+        return make_plan(options, encode, f"vllm {vllm.__version__}", patching.digest())
     except (ValueError, OSError) as error:
         parser.error(str(error))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from statistics import median_low
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +36,7 @@ class TextRow(NamedTuple):
     """One arm on held-out text, over positions from its first eviction on.
 
     Attributes:
+        evicted: Tokens per KV head, median over items.
         num_tokens: Positions, all texts together.
         nll: Nats per token.
         dense_nll: Of dense at the same positions.
@@ -43,6 +45,7 @@ class TextRow(NamedTuple):
     """
 
     arm: Arm
+    evicted: int
     num_tokens: int
     nll: spread.Figure
     dense_nll: spread.Figure
@@ -61,10 +64,21 @@ class BandRow(NamedTuple):
 
 
 class ScoreRow(NamedTuple):
-    """One score of an arm, of dense on the same items, and the difference."""
+    """One score of an arm, of dense on the same items, and the difference.
+
+    Attributes:
+        distance: Filler tokens between fact and question, else 0.
+        evicted: Tokens per KV head, median over items.
+        num_affected: Scored tokens that were predicted from a compacted cache, all items together.
+        value: Of the arm.
+        dense: On the same items.
+        difference: Arm minus dense.
+    """
 
     arm: Arm
     distance: int
+    evicted: int
+    num_affected: int
     value: spread.Figure
     dense: spread.Figure
     difference: spread.Figure
@@ -82,6 +96,15 @@ def policy_arms(records: Iterable[Record]) -> list[Arm]:
     """Every arm but dense: RandKV, then windows, by budget and buffer size."""
     found = {record.arm for record in records if not record.arm.is_dense}
     return sorted(found, key=lambda arm: (arm.kind, arm.budget, arm.buffer_size))
+
+
+def is_nearly_dense(row: TextRow | ScoreRow) -> bool:
+    """Whether fewer tokens were evicted than the buffer holds: too few to say much of the arm."""
+    return row.evicted < row.arm.buffer_size
+
+
+def _evicted(found: Iterable[Pair]) -> int:
+    return median_low(pair.arm.evicted_tokens for pair in found)
 
 
 def _affected(pair: Pair) -> slice:
@@ -110,6 +133,7 @@ def text_rows(records: Sequence[Record]) -> list[TextRow]:
         rows.append(
             TextRow(
                 arm,
+                _evicted(pair for pair, _ in found),
                 sum(len(pair.arm.tokens[where]) for pair, where in found),
                 spread.mean(nll),
                 spread.mean(dense),
@@ -153,47 +177,71 @@ def band_rows(records: Sequence[Record], edges: Sequence[int]) -> list[BandRow]:
     return rows
 
 
-def largest_early_difference(records: Sequence[Record]) -> float:
+def largest_early_difference(records: Sequence[Record]) -> float | None:
     """Largest log-probability difference to dense before an arm's first eviction; nats.
 
-    Nothing but rounding, if nothing but evictions separates the arms.
+    Nothing but rounding, if nothing but evictions separates the arms. None where there is nothing
+    to compare.
     """
-    largest = 0.0
+    found: list[float] = []
     for arm in policy_arms(records):
         for pair in pairs(records, "text", arm):
             early = slice(0, arm.first_affected(pair.arm.prompt_len))
             ours, theirs = (np.asarray(record.logprobs[early]) for record in pair)
-            largest = max(largest, float(np.abs(ours - theirs).max(initial=0)))
-    return largest
+            found += np.abs(ours - theirs).tolist()
+    return max(found, default=None)
 
 
 def score_rows(
-    records: Sequence[Record], task: Task, score: Callable[[Record], float]
+    records: Sequence[Record],
+    task: Task,
+    score: Callable[[Record, int], float],
+    figure: Callable[[Sequence[float]], spread.Figure],
 ) -> list[ScoreRow]:
-    """By arm and distance."""
+    """By arm and distance.
+
+    Args:
+        records: Of all arms and tasks.
+        task: Whose items.
+        score: Of a record, arm's or dense's, and the output index from which on the arm differs.
+        figure: Sums up one arm's scores.
+    """
     rows = []
     for arm in policy_arms(records):
         found = pairs(records, task, arm)
         for distance in sorted({pair.arm.distance for pair in found}):
             at = [pair for pair in found if pair.arm.distance == distance]
-            ours = [float(score(pair.arm)) for pair in at]
-            dense = [float(score(pair.other)) for pair in at]
-            figures = (spread.mean(v) for v in (ours, dense, _minus(ours, dense)))
-            rows.append(ScoreRow(arm, distance, *figures))
+            firsts = [arm.first_affected(pair.arm.prompt_len) for pair in at]
+            ours = [float(score(pair.arm, first)) for pair, first in zip(at, firsts, strict=True)]
+            dense = [
+                float(score(pair.other, first)) for pair, first in zip(at, firsts, strict=True)
+            ]
+            num_affected = sum(
+                pair.arm.output_len - max(first, pair.arm.first_scored)
+                for pair, first in zip(at, firsts, strict=True)
+            )
+            figures = (figure(ours), figure(dense), spread.mean(_minus(ours, dense)))
+            rows.append(ScoreRow(arm, distance, _evicted(at), num_affected, *figures))
     return rows
 
 
 def fact_rows(records: Sequence[Record], task: Task) -> list[tuple[ScoreRow, ScoreRow]]:
     """Share of right answers, and NLL per digit."""
-    right = score_rows(records, task, retrieval.is_right)
-    return list(zip(right, score_rows(records, task, retrieval.nll), strict=True))
+    right = score_rows(records, task, lambda record, _: retrieval.is_right(record), spread.share)
+    nll = score_rows(records, task, lambda record, _: retrieval.nll(record), spread.mean)
+    return list(zip(right, nll, strict=True))
 
 
 def repetition_rows(records: Sequence[Record]) -> list[ScoreRow]:
-    """Share of repeated n-grams in free generation."""
-    return score_rows(
-        records, "free", lambda record: repetition.repeated_share(record.tokens, NUM_REPEATED)
-    )
+    """Share of repeated n-grams in free generation, of those that end where the arm differs.
+
+    Before that the arm's output is dense's, and would only dilute the difference.
+    """
+
+    def score(record: Record, first: int) -> float:
+        return repetition.repeated_share(record.tokens, NUM_REPEATED, first)
+
+    return score_rows(records, "free", score, spread.mean)
 
 
 def _minus(ours: Sequence[float], others: Sequence[float]) -> list[float]:

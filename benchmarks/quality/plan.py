@@ -63,7 +63,7 @@ def requests(arms: list[Arm], items: list[Item]) -> list[Request]:
     return found
 
 
-def make_plan(options: argparse.Namespace, encode: text.Encode, engine: str) -> Plan:
+def make_plan(options: argparse.Namespace, encode: text.Encode, engine: str, patch: str) -> Plan:
     """Items, arms, and the settings that name them.
 
     Raises:
@@ -90,13 +90,14 @@ def make_plan(options: argparse.Namespace, encode: text.Encode, engine: str) -> 
     ]
     chosen = requests(arms(options.budgets, options.buffers, options.window), items)
     names = ("budgets", "buffers", "window", "num_texts", "prompt_len", "text_len", "num_keys")
-    names += ("distances", "num_free", "free_len", "temperature", "seed")
+    names += ("distances", "num_free", "free_len", "temperature", "seed", "concurrency")
     settings = Settings(
         model=options.model.name,
         model_sha256=_model_sha256(options.model),
         text=source,
         text_sha256=_sha256(part.encode() for pair in texts.items() for part in pair),
         engine=engine,
+        patch=patch,
         num_records=len(chosen),
         **{name: getattr(options, name) for name in names},
     )

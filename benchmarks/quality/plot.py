@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from matplotlib.figure import Figure as Picture
 
 from benchmarks.quality import comparison
 from benchmarks.quality.arm import Arm
+from benchmarks.quality.comparison import ScoreRow, TextRow
 from benchmarks.quality.record import Record, Settings
 from benchmarks.spread import Figure
 
@@ -18,34 +19,45 @@ COLOURS = {"randkv": "#1f77b4", "window": "#d95f02"}
 SHIFTS = {"randkv": 1.0, "window": 1.04}
 """Factors on the budget, so that one bar does not hide the other."""
 
+Row = TypeVar("Row", TextRow, ScoreRow)
+
 
 def draw(settings: Settings, records: Sequence[Record], path: Path) -> None:
-    """Write a PNG of four panels: NLL, agreement, facts, repetition."""
-    picture = Picture(figsize=(11, 8), layout="constrained")
-    nll, agreement, facts, repetition = picture.subplots(2, 2).flat
-    text = comparison.text_rows(records)
+    """Write `picture` as PNG."""
+    picture(settings, records).savefig(path, dpi=110, metadata={"Software": None})
+
+
+def picture(settings: Settings, records: Sequence[Record]) -> Picture:
+    """Four panels: NLL, agreement, facts, repetition; without what is next to dense."""
+    drawn = Picture(figsize=(11, 8), layout="constrained")
+    nll, agreement, facts, repetition = drawn.subplots(2, 2).flat
+    text = _shown(comparison.text_rows(records))
     _panel(nll, "NLL minus dense, nats per token", ((r.arm, r.nll_difference) for r in text))
     _panel(agreement, "same argmax as dense", ((r.arm, r.agreement) for r in text))
     _facts(facts, settings, records)
     _panel(
         repetition,
         f"repeated {comparison.NUM_REPEATED}-grams minus dense",
-        ((r.arm, r.difference) for r in comparison.repetition_rows(records)),
+        ((r.arm, r.difference) for r in _shown(comparison.repetition_rows(records))),
     )
-    picture.suptitle(f"{settings.model}, {settings.engine}; bars: 95 % intervals over items")
-    picture.savefig(path, dpi=110, metadata={"Software": None})
+    drawn.suptitle(f"{settings.model}, {settings.engine}; bars: 95 % intervals over items")
+    return drawn
+
+
+def _shown(rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if not comparison.is_nearly_dense(row)]
 
 
 def _panel(axes: Any, title: str, values: Iterable[tuple[Arm, Figure]]) -> None:
-    """One line per kind and buffer size over the budgets."""
+    """Markers per kind and buffer size over the budgets, each over tokens of its own: no line."""
     points = list(values)
     for kind, buffer_size in sorted({(arm.kind, arm.buffer_size) for arm, _ in points}):
-        line = [
+        chosen = [
             (arm.budget * SHIFTS[kind], figure)
             for arm, figure in points
             if (arm.kind, arm.buffer_size) == (kind, buffer_size)
         ]
-        _line(axes, line, f"{kind} r={buffer_size}", COLOURS[kind])
+        _points(axes, chosen, f"{kind} r={buffer_size}", COLOURS[kind], "none")
     axes.set(title=title, xlabel="budget K, tokens", xscale="log")
     budgets = sorted({arm.budget for arm, _ in points})
     axes.set_xticks(budgets, [str(budget) for budget in budgets])
@@ -54,23 +66,35 @@ def _panel(axes: Any, title: str, values: Iterable[tuple[Arm, Figure]]) -> None:
 
 
 def _facts(axes: Any, settings: Settings, records: Sequence[Record]) -> None:
-    """Right answers over the distance; solid: stated in the prompt, dashed: in generated text."""
+    """Right answers of RandKV over the budget, by where the fact was stated and how long ago."""
     buffer_size = settings.buffers[0]
-    budgets = list(settings.budgets)
-    for task, style in (("prompt-fact", "-"), ("generated-fact", "--")):
-        rows = [right for right, _ in comparison.fact_rows(records, task)]
-        shown = [r for r in rows if (r.arm.kind, r.arm.buffer_size) == ("randkv", buffer_size)]
-        for budget in sorted({row.arm.budget for row in shown}):
-            line = [(row.distance, row.value) for row in shown if row.arm.budget == budget]
-            where = task.partition("-")[0]
-            _line(axes, line, f"{where} K={budget}", f"C{budgets.index(budget)}", style)
-    axes.set(title="pass key right (RandKV)", xlabel="tokens between fact and question")
+    series = [
+        (task, distance)
+        for task in ("prompt-fact", "generated-fact")
+        for distance in settings.distances
+    ]
+    budgets: set[int] = set()
+    for number, (task, distance) in enumerate(series):
+        rows = _shown(right for right, _ in comparison.fact_rows(records, task))
+        points = [
+            (row.arm.budget * 1.02**number, row.value)
+            for row in rows
+            if row.distance == distance
+            and (row.arm.kind, row.arm.buffer_size) == ("randkv", buffer_size)
+        ]
+        if points:
+            budgets.update(row.arm.budget for row in rows if row.distance == distance)
+            label = f"{task.partition('-')[0]}, {distance} tokens ago"
+            _points(axes, points, label, f"C{number}", "none")
+    axes.set(title="pass key right (RandKV)", xlabel="budget K, tokens", xscale="log")
+    axes.set_xticks(sorted(budgets), [str(budget) for budget in sorted(budgets)])
+    axes.minorticks_off()
     axes.set_ylim(-0.05, 1.05)
     _finish(axes)
 
 
-def _line(
-    axes: Any, points: Sequence[tuple[float, Figure]], label: str, colour: str, style: str = "-"
+def _points(
+    axes: Any, points: Sequence[tuple[float, Figure]], label: str, colour: str, style: str
 ) -> None:
     where = [x for x, _ in points]
     values = [figure.value for _, figure in points]

@@ -83,6 +83,7 @@ class Settings(BaseModel):
     text: str = Field(description="what the text is")
     text_sha256: str
     engine: str = Field(description="name and version")
+    patch: str | None = Field(None, description="its digest; null: not recorded")
     budgets: tuple[int, ...] = Field(description="K, tokens")
     buffers: tuple[int, ...] = Field(description="r, tokens")
     window: bool = Field(description="whether the window arm runs")
@@ -95,6 +96,7 @@ class Settings(BaseModel):
     free_len: int = Field(description="output tokens of a free continuation")
     temperature: float
     seed: int
+    concurrency: int | None = Field(None, description="requests at once; null: not recorded")
     num_records: int = Field(description="of the complete run")
 
 

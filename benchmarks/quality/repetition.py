@@ -6,13 +6,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def repeated_share(tokens: Sequence[int], n: int) -> float:
-    """Share of the n-grams of `tokens` that already occurred earlier in them; 0 to 1.
+def repeated_share(tokens: Sequence[int], n: int, first: int = 0) -> float:
+    """Share of n-grams that already occurred earlier in `tokens`; 0 to 1.
+
+    Counts n-grams whose last token has index `first` or later; the earlier occurrence may be
+    anywhere before.
 
     Raises:
-        ValueError: Fewer than `n` tokens, which hold no n-gram.
+        ValueError: There are none to count.
     """
-    if len(tokens) < n:
-        raise ValueError(f"{len(tokens)} tokens hold no {n}-gram")
-    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
-    return 1 - len(set(grams)) / len(grams)
+    seen: set[tuple[int, ...]] = set()
+    num_repeated = num_counted = 0
+    for last in range(n - 1, len(tokens)):
+        gram = tuple(tokens[last - n + 1 : last + 1])
+        if last >= first:
+            num_counted += 1
+            num_repeated += gram in seen
+        seen.add(gram)
+    if not num_counted:
+        raise ValueError(f"{len(tokens)} tokens hold no {n}-gram that ends at {first} or later")
+    return num_repeated / num_counted

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a run as Markdown, from its stored lines alone."""
+"""The report of a run as Markdown, from its stored settings and records alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 from benchmarks.quality import comparison
-from benchmarks.quality.comparison import ScoreRow
+from benchmarks.quality.comparison import ScoreRow, TextRow
 from benchmarks.quality.record import Record, Settings
 from benchmarks.spread import Figure
 
 BANDS = (0, 128, 256, 512, 1024, 2048, 4096, 8192)
 """Edges of the position bands; tokens."""
+NEARLY_DENSE = "†"
+"""Marks rows of `comparison.is_nearly_dense`."""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -31,6 +33,12 @@ def percent(figure: Figure, is_difference: bool = False) -> str:
     sign, unit = ("+", "") if is_difference else ("", " %")
     value, low, high = (f"{100 * v:{sign}.0f}" for v in figure[:3])
     return f"{value}{unit} ({low} to {high})"
+
+
+def evicted(row: TextRow | ScoreRow) -> str:
+    """``33``, or ``1 †`` where that is too few."""
+    mark = f" {NEARLY_DENSE}" if comparison.is_nearly_dense(row) else ""
+    return f"{row.evicted:,}{mark}"
 
 
 def report(settings: Settings, records: Sequence[Record]) -> str:
@@ -56,13 +64,23 @@ def _head(settings: Settings, records: Sequence[Record]) -> str:
     missing = settings.num_records - len(records)
     incomplete = f"**Incomplete: {missing} records are missing; run again to go on.** "
     preemptions = sum(record.preemptions for record in records)
+    early = comparison.largest_early_difference(records)
+    unaffected = (
+        ""
+        if early is None
+        else " Before an arm's first eviction its log-probabilities differ from dense by at most "
+        f"{early:.0e}."
+    )
     return (
         f"{incomplete if missing else ''}{len(records)} of {settings.num_records} records; "
         f"{settings.model}, {settings.engine}, float32. Every difference is to dense on the same "
-        "items; in brackets 95 % bootstrap intervals over items. An arm runs only items that are "
-        "long enough for it to evict, and each record's evictions are as its lengths demand "
-        f"({preemptions} preemptions). Before an arm's first eviction its log-probabilities "
-        f"differ from dense by at most {comparison.largest_early_difference(records):.0e}.\n"
+        "items; in brackets 95 % intervals over items, Wilson's for shares of right answers and "
+        "bootstrap for all else. An arm runs only items that are long enough for it to evict, and "
+        f"each record's evictions are as its lengths demand ({preemptions} preemptions)."
+        f"{unaffected}\n\n"
+        "The column `evicted` has the tokens that each KV head dropped by the end of an item, "
+        f"median over items. {NEARLY_DENSE}: fewer than the arm's buffer `r`. Such a row is next "
+        "to dense, says next to nothing of the budget, and is left out of the plots.\n"
     )
 
 
@@ -70,6 +88,7 @@ def _text(records: Sequence[Record]) -> str:
     rows = [
         [
             row.arm.name,
+            evicted(row),
             f"{row.num_tokens:,}",
             str(row.nll.num_values),
             f"{row.dense_nll.value:.3f}",
@@ -79,7 +98,8 @@ def _text(records: Sequence[Record]) -> str:
         ]
         for row in comparison.text_rows(records)
     ]
-    head = ["arm", "tokens", "texts", "dense NLL", "NLL", "difference", "same argmax as dense"]
+    head = ["arm", "evicted", "tokens", "texts", "dense NLL", "NLL", "difference"]
+    head.append("same argmax as dense")
     explained = (
         "Nats per token over tokens predicted after the arm's first eviction; rows of different "
         "budgets are over different tokens.\n\n"
@@ -114,26 +134,30 @@ def _facts(records: Sequence[Record]) -> str:
                     where,
                     str(right.distance),
                     right.arm.name,
+                    evicted(right),
                     str(right.value.num_values),
                     *cells,
                     signed(nll.difference, 2),
                 ]
             )
-    head = ["stated in", "tokens between", "arm", "keys", "dense", "right", "points", "NLL/digit"]
+    head = ["stated in", "tokens between", "arm", "evicted", "keys", "dense", "right", "points"]
+    head.append("NLL/digit")
     return table(head, rows)
 
 
 def _repetition(settings: Settings, records: Sequence[Record]) -> str:
     rows = comparison.repetition_rows(records)
-    head = ["arm", "texts", "dense", "repeated", "difference"]
+    head = ["arm", "evicted", "tokens", "texts", "dense", "repeated", "difference"]
     explained = (
         f"Share of {comparison.NUM_REPEATED}-grams that occurred before in the same output of "
-        f"{settings.free_len} tokens at temperature {settings.temperature}; ends of text get no "
-        "probability.\n\n"
+        f"{settings.free_len} tokens at temperature {settings.temperature}, of those that end at a "
+        "token predicted after the arm's first eviction; of dense at the same positions, so rows "
+        "of different budgets are over different tokens. Ends of text get no probability.\n\n"
     )
     return explained + table(head, [_repetition_cells(row) for row in rows])
 
 
 def _repetition_cells(row: ScoreRow) -> list[str]:
     figures = [row.dense.text(), row.value.text(), signed(row.difference)]
-    return [row.arm.name, str(row.value.num_values), *figures]
+    counts = [f"{row.num_affected:,}", str(row.value.num_values)]
+    return [row.arm.name, evicted(row), *counts, *figures]

@@ -26,7 +26,7 @@ class Store:
     def begin(self, settings: Settings) -> None:
         """Create the directory, or go on in it when it holds a run with the same settings.
 
-        Drops a last line that was cut off.
+        What either does not record is not compared. Drops a last line that was cut off.
 
         Raises:
             StoreError: It holds a run with other settings; names each.
@@ -36,7 +36,7 @@ class Store:
             different = [
                 f"{name} is {stored[name]!r} there and {asked[name]!r} here"
                 for name in asked
-                if stored[name] != asked[name]
+                if stored[name] != asked[name] and None not in (stored[name], asked[name])
             ]
             if different:
                 raise StoreError(

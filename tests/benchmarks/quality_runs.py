@@ -14,6 +14,7 @@ SETTINGS = Settings(
     text="t",
     text_sha256="0",
     engine="vllm 0",
+    patch="p",
     budgets=(16,),
     buffers=(4,),
     window=True,
@@ -26,6 +27,7 @@ SETTINGS = Settings(
     free_len=32,
     temperature=0.8,
     seed=0,
+    concurrency=8,
     num_records=24,
 )
 RANDKV = Arm(kind="randkv", budget=16, buffer_size=4)

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft202012Validator
 from pydantic import ValidationError
+from scipy import stats
 
 from benchmarks.quality import comparison
 from benchmarks.quality.__main__ import main
 from benchmarks.quality.arm import DENSE, Arm, arms
 from benchmarks.quality.item import Item
 from benchmarks.quality.plan import make_plan, requests
+from benchmarks.quality.plot import picture
 from benchmarks.quality.record import SCHEMA, Record, schema_text
 from benchmarks.quality.repetition import repeated_share
 from benchmarks.quality.report import report
@@ -140,6 +142,23 @@ def test_other_settings_are_refused_by_name(store: Store) -> None:
         store.begin(other)
 
 
+def test_settings_that_an_older_run_did_not_record_are_not_compared(store: Store) -> None:
+    for name, other in (("patch", "q"), ("concurrency", 9)):
+        with pytest.raises(StoreError, match=f"other settings: {name} is"):
+            store.begin(SETTINGS.model_copy(update={name: other}))
+    path = store.directory / "settings.json"
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps({k: v for k, v in stored.items() if k not in UNRECORDED}))
+    assert store.settings() == SETTINGS.model_copy(update=dict.fromkeys(UNRECORDED))
+    store.begin(SETTINGS)
+    assert main(["--report-only", str(store.directory)]) == 0
+    with pytest.raises(StoreError, match="other settings: seed is 0 there and 1 here"):
+        store.begin(SETTINGS.model_copy(update={"seed": 1}))
+
+
+UNRECORDED = ("patch", "concurrency")
+
+
 def test_foreign_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(StoreError, match="not empty and holds no settings.json"):
@@ -195,6 +214,10 @@ def test_repeated_share_counts_what_occurred_before() -> None:
     assert repeated_share([1, 2, 3, 4, 5], 4) == 0
     assert repeated_share([1, 2, 1, 2, 1, 2], 2) == pytest.approx(3 / 5)
     assert repeated_share([7] * 13, 4) == pytest.approx(9 / 10)
+    # Ends from index 5 on: (1, 2) was there before, (2, 5) and (5, 6) were not.
+    assert repeated_share([1, 2, 3, 4, 1, 2, 5, 6], 2, first=5) == pytest.approx(1 / 3)
+    with pytest.raises(ValueError, match="5 tokens hold no 4-gram that ends at 5 or later"):
+        repeated_share([1, 2, 3, 4, 5], 4, first=5)
     with pytest.raises(ValueError, match="3 tokens hold no 4-gram"):
         repeated_share([1, 2, 3], 4)
 
@@ -237,19 +260,22 @@ def test_plan_names_everything_that_results_depend_on(tmp_path: Path) -> None:
     text.write_text("a" * 100 + "b" * 100)
     options = Namespace(model=tmp_path, text=[text], budgets=(160,), buffers=(4,), window=True)
     vars(options).update(num_texts=1, prompt_len=8, text_len=190, num_keys=1, distances=(150,))
-    vars(options).update(num_free=1, free_len=180, temperature=0.5, seed=3)
-    plan = make_plan(options, encode, "vllm 0")
+    vars(options).update(num_free=1, free_len=180, temperature=0.5, seed=3, concurrency=5)
+    plan = make_plan(options, encode, "vllm 0", "patch")
+    assert (plan.settings.engine, plan.settings.patch) == ("vllm 0", "patch")
+    assert (plan.settings.seed, plan.settings.concurrency) == (3, 5)
     assert plan.settings.num_records == len(plan.requests) == 3 * 4
     assert len({request.key for request in plan.requests}) == 12
     assert plan.longest == max(r.item.total_len for r in plan.requests)
     (tmp_path / "model.safetensors").write_bytes(b"other weights")
-    again = make_plan(options, encode, "vllm 0").settings
+    again = make_plan(options, encode, "vllm 0", "patch").settings
     assert again.model_sha256 != plan.settings.model_sha256
     assert again.model_copy(update={"model_sha256": plan.settings.model_sha256}) == plan.settings
     text.write_text("c" * 200)
-    assert make_plan(options, encode, "vllm 0").settings.text_sha256 != again.text_sha256
+    other_text = make_plan(options, encode, "vllm 0", "patch").settings
+    assert other_text.text_sha256 != again.text_sha256
     with pytest.raises(ValueError, match="--text-len is 8: expected more than --prompt-len"):
-        make_plan(Namespace(**{**vars(options), "text_len": 8}), encode, "vllm 0")
+        make_plan(Namespace(**{**vars(options), "text_len": 8}), encode, "vllm 0", "patch")
 
 
 # Comparison and report
@@ -289,6 +315,13 @@ def test_early_difference_is_that_before_the_first_eviction() -> None:
     logprobs[place] -= 0.25
     run[index] = run[index].model_copy(update={"logprobs": logprobs})
     assert comparison.largest_early_difference(run) == pytest.approx(0.25)
+    assert "differ from dense by at most 2e-01." in report(SETTINGS, run)
+
+
+def test_early_difference_is_left_out_without_a_comparison() -> None:
+    run = [r for r in complete_run() if r.task != "text"]
+    assert comparison.largest_early_difference(run) is None
+    assert "first eviction its log-probabilities" not in report(SETTINGS, run)
 
 
 def test_fact_and_repetition_rows_are_paired_with_dense() -> None:
@@ -299,7 +332,62 @@ def test_fact_and_repetition_rows_are_paired_with_dense() -> None:
     assert comparison.fact_rows(run, "prompt-fact")[0][0].difference.value == 0
     repetition = comparison.repetition_rows(run)[0]
     assert repetition.dense.value == 0
-    assert repetition.value.value == pytest.approx(12 / 29)
+    # The first affected token has index 14: of 18 4-grams that end from there on, two are sevens.
+    assert repetition.value.value == pytest.approx(2 / 18)
+    assert repetition.num_affected == 2 * 18
+
+
+def test_repetition_of_dense_is_counted_where_the_arm_differs() -> None:
+    run = [
+        r.model_copy(update={"tokens": [*([7] * 15), *range(17)]})
+        if r.arm.is_dense and r.task == "free"
+        else r
+        for r in complete_run()
+    ]
+    assert comparison.repetition_rows(run)[0].dense.value == pytest.approx(1 / 18)
+
+
+@pytest.mark.parametrize("num_right", [0, 5, 16])
+def test_share_of_right_answers_has_wilsons_interval(num_right: int) -> None:
+    run = [
+        fact(arm, f"{key:02}", 32, [0, 1, 2, 3, 4 if arm.is_dense or key < num_right else 9])
+        for arm in (DENSE, RANDKV)
+        for key in range(16)
+    ]
+    ((right, _),) = comparison.fact_rows(run, "generated-fact")
+    for figure, number in ((right.value, num_right), (right.dense, 16)):
+        expected = stats.binomtest(number, 16).proportion_ci(method="wilson")
+        assert figure.value == number / 16
+        assert figure[1:3] == pytest.approx((expected.low, expected.high))
+        assert 0 <= figure.low <= figure.value <= figure.high <= 1
+    assert right.difference.value == num_right / 16 - 1
+
+
+def fact(arm: Arm, name: str, output_len: int, top_tokens: list[int]) -> Record:
+    """A fact in generated text; `output_len` is the distance, too."""
+    fields = {"name": name, "distance": output_len, "output_len": output_len}
+    fields |= {"first_scored": output_len - 5, "top_tokens": top_tokens}
+    return record(arm, task="generated-fact", **fields)
+
+
+def test_rows_next_to_dense_are_marked_and_not_drawn() -> None:
+    tops = [0, 1, 2, 3, 4]
+    run = [fact(arm, "a", length, tops) for arm in (DENSE, RANDKV) for length in (15, 32)]
+    rows = [right for right, _ in comparison.fact_rows(run, "generated-fact")]
+    assert [(r.evicted, comparison.is_nearly_dense(r)) for r in rows] == [(1, True), (17, False)]
+    assert [r.num_affected for r in rows] == [1, 5]
+    text = report(SETTINGS, run)
+    assert "| generated text | 15 | randkv K=16 r=4 | 1 † | 1 | 100 % (21 to 100)" in text
+    assert "| generated text | 32 | randkv K=16 r=4 | 17 | 1 | 100 % (21 to 100)" in text
+    assert "†: fewer than the arm's buffer `r`." in text
+    (drawn,) = picture(SETTINGS, run).axes[2].containers
+    assert drawn.lines[0].get_xdata().tolist() == [32]
+
+
+def test_values_over_budgets_are_not_joined() -> None:
+    panels = picture(SETTINGS, complete_run()).axes
+    styles = [{drawn.lines[0].get_linestyle() for drawn in axes.containers} for axes in panels]
+    assert styles == [{"None"}, {"None"}, {"-", "--"}, {"None"}]
 
 
 def test_record_without_its_dense_partner_is_left_out() -> None:
@@ -316,10 +404,15 @@ def test_report_is_made_from_the_stored_lines_alone(store: Store) -> None:
         picture = (store.directory / "quality.png").read_bytes()
         assert picture.startswith(b"\x89PNG")
         (store.directory / "report.md").unlink()
-    assert "| randkv K=16 r=4 | 36 | 2 | 1.000 | 1.550 | +0.550 (+0.500 to +0.600) | 0.500" in text
     assert (
-        "| generated text | 16 | randkv K=16 r=4 | 2 | 100 % (100 to 100) | 50 % (0 to 100)" in text
+        "| randkv K=16 r=4 | 17 | 36 | 2 | 1.000 | 1.550 | +0.550 (+0.500 to +0.600) | 0.500"
+        in text
     )
+    assert (
+        "| generated text | 16 | randkv K=16 r=4 | 17 | 2 | 100 % (34 to 100) | 50 % (9 to 91) "
+        "| -50 (-100 to +0) |" in text
+    )
+    assert "| randkv K=16 r=4 | 17 | 36 | 2 | 0.000 (0.000 to 0.000) | 0.111 (0.111 to" in text
     assert "Incomplete" not in text
 
 
@@ -362,6 +455,31 @@ def test_report_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
         main(["--report-only", str(tmp_path)])
     assert ended.value.code == 1
     assert "holds no run" in capsys.readouterr().err
+
+
+def test_output_that_is_a_file_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for output in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(SystemExit) as ended:
+            main(["--quick", "--output", str(output)])
+        assert ended.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line == (
+            f"python -m benchmarks.quality: error: [Errno 20] Not a directory: '{output}'"
+        )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a disk that is always full")
+@pytest.mark.parametrize("name", ["report.md", "quality.png"])
+def test_full_disk_is_one_line(store: Store, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    (store.directory / name).symlink_to("/dev/full")
+    with pytest.raises(SystemExit) as ended:
+        main(["--report-only", str(store.directory)])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "python -m benchmarks.quality: error: [Errno 28] No space left on device"
 
 
 def test_schema_refuses_what_the_record_refuses() -> None:
