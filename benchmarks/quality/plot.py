@@ -68,26 +68,23 @@ def _panel(axes: Any, title: str, values: Iterable[tuple[Arm, Figure]]) -> None:
 def _facts(axes: Any, settings: Settings, records: Sequence[Record]) -> None:
     """Right answers of RandKV over the budget, by where the fact was stated and how long ago."""
     buffer_size = settings.buffers[0]
-    series = [
-        (task, distance)
-        for task in ("prompt-fact", "generated-fact")
-        for distance in settings.distances
-    ]
-    budgets: set[int] = set()
-    for number, (task, distance) in enumerate(series):
-        rows = _shown(right for right, _ in comparison.fact_rows(records, task))
-        points = [
-            (row.arm.budget * 1.02**number, row.value)
-            for row in rows
-            if row.distance == distance
-            and (row.arm.kind, row.arm.buffer_size) == ("randkv", buffer_size)
+    rows = {
+        task: [
+            right
+            for right in _shown(right for right, _ in comparison.fact_rows(records, task))
+            if (right.arm.kind, right.arm.buffer_size) == ("randkv", buffer_size)
         ]
-        if points:
-            budgets.update(row.arm.budget for row in rows if row.distance == distance)
-            label = f"{task.partition('-')[0]}, {distance} tokens ago"
-            _points(axes, points, label, f"C{number}", "none")
+        for task in ("prompt-fact", "generated-fact")
+    }
+    series = sorted({(task, row.distance) for task in rows for row in rows[task]}, reverse=True)
+    for number, (task, distance) in enumerate(series):
+        chosen = [row for row in rows[task] if row.distance == distance]
+        points = [(row.arm.budget * 1.02**number, row.value) for row in chosen]
+        label = f"{task.partition('-')[0]}, {distance} tokens ago"
+        _points(axes, points, label, f"C{number}", "none")
+    budgets = sorted({row.arm.budget for task in rows for row in rows[task]})
     axes.set(title="pass key right (RandKV)", xlabel="budget K, tokens", xscale="log")
-    axes.set_xticks(sorted(budgets), [str(budget) for budget in sorted(budgets)])
+    axes.set_xticks(budgets, [str(budget) for budget in budgets])
     axes.minorticks_off()
     axes.set_ylim(-0.05, 1.05)
     _finish(axes)
