@@ -34,7 +34,7 @@ dashboards: setup ## Write the Grafana dashboards again, after a change to deplo
 dashboards-picture: ## Draw the dashboards from a live Prometheus: URL=http://127.0.0.1:9090
 	@python3 deploy/grafana/draw/draw.py $(URL) $(ARGS)
 
-bench: setup ## Serve with the full cache and with the policy, in pairs, and report (15 minutes)
+bench: setup ## Serve with the full cache and with the policy, in pairs, and report; small
 	@$(python) -m benchmarks.serving run --quick $(ARGS)
 
 bench-overhead: setup ## Measure the share of compaction, and what patch and front end cost
