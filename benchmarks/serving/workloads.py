@@ -75,12 +75,12 @@ class Workload:
         ]
 
     def quick(self) -> Workload:
-        """Half as many requests, half as long, in a quarter of the memory; one policy arm."""
+        """Half as many requests, half as long, in a third of the memory; one policy arm."""
         return replace(
             self,
             num_requests=max(self.num_requests // 2, 1),
             output_len=self.output_len // 2,
-            num_kv_blocks=self.num_kv_blocks // (4 if self.num_requests > 1 else 2),
+            num_kv_blocks=self.num_kv_blocks // (3 if self.num_requests > 1 else 2),
             repeats=min(self.repeats, 2),
             arms=("dense", "randkv-128"),
         )
