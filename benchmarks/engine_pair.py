@@ -91,8 +91,5 @@ def compare(ours: Worker, other: Worker, num_pairs: int, num_tokens: int) -> lis
 
 def show(what: str, ratios: list[float]) -> None:
     """One line: the median with its 95 % interval, and the quartiles."""
-    low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-    sys.stdout.write(
-        f"output tokens/s, {what}: median {spread.median(ratios).text(4)} over {len(ratios)} "
-        f"pairs, quartiles {low:.4f} to {high:.4f}\n"
-    )
+    found = spread.median_and_quartiles(ratios, 4)
+    sys.stdout.write(f"output tokens/s, {what}, {len(ratios)} pairs: median {found}\n")

@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import copy
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -86,17 +85,6 @@ def drive(model: str, port: int, num_prompts: int, concurrency: int) -> dict[str
     return client.drive(options)
 
 
-def interval(values: list[float]) -> str:
-    """Median, 95 % bootstrap interval of it, quartiles."""
-    if not values:
-        return "no pair"
-    figure = spread.median(values)
-    if len(values) < 2:
-        return figure.text()
-    first, _, third = statistics.quantiles(values, n=4)
-    return f"{figure.text()[:-1]}; quartiles {first:.3f}, {third:.3f})"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--pairs", type=int, default=30)
@@ -142,11 +130,14 @@ def main() -> int:
         finally:
             server.kill()  # its engine ends with it
             server.wait()
+    speed, delay = (
+        spread.median_and_quartiles(values) if values else "no pair" for values in (ratios, more)
+    )
     sys.stdout.write(
         f"{len(more)} pairs, {arguments.num_prompts} requests each, "
         f"{arguments.concurrency} at a time, model {arguments.model or 'small, random'}\n"
-        f"output tokens/s, front end over vLLM's own server: {interval(ratios)}\n"
-        f"median time to first token, front end minus vLLM's own, ms: {interval(more)}\n"
+        f"output tokens/s, front end over vLLM's own server: {speed}\n"
+        f"median time to first token, front end minus vLLM's own, ms: {delay}\n"
     )
     return 0
 

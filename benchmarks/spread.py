@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from statistics import NormalDist
 from typing import Any, NamedTuple
@@ -57,6 +58,15 @@ def median(values: Sequence[float]) -> Figure:
     if len(values) >= MIN_VALUES:
         return figure
     return Figure(figure.value, min(values), max(values), len(values), is_range=True)
+
+
+def median_and_quartiles(values: Sequence[float], digits: int = 3) -> str:
+    """``1.234 (1.200 to 1.300), quartiles 1.100 to 1.400``."""
+    text = median(values).text(digits)
+    if len(values) < 2:
+        return text
+    low, _, high = statistics.quantiles(values, n=4)
+    return f"{text}, quartiles {low:.{digits}f} to {high:.{digits}f}"
 
 
 def mean(values: Sequence[float]) -> Figure:

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from randkv.advice.survival import physical_len, rounds_run
 from randkv.config import RandKVConfig
 from randkv.planner import first_due
 
@@ -49,15 +50,13 @@ class Arm(BaseModel):
     def evictions(self, prompt_len: int, output_len: int) -> Evictions:
         """What a request of this length must report at its end.
 
-        The last output token is never computed, so the last round can come before the step that
-        computes the one before it.
+        The last output token is never computed.
         """
-        last_step = prompt_len + output_len - 2
-        if self.is_dense or last_step < first_due(self.config):
+        if self.is_dense:
             return Evictions(0, 0)
-        interval = self.config.round_interval
-        rounds = (last_step - first_due(self.config)) // interval + 1
-        return Evictions(rounds, 1 + (rounds - 1) * interval)
+        computed = prompt_len + output_len - 1
+        evicted = computed - physical_len(self.config, computed)
+        return Evictions(rounds_run(self.config, computed), evicted)
 
     def evicts(self, prompt_len: int, output_len: int) -> bool:
         return self.evictions(prompt_len, output_len).rounds > 0

@@ -111,7 +111,6 @@ def _run(arguments: argparse.Namespace) -> Path:
         arguments.model,
         output,
         arguments.pairs or (2 if arguments.quick else 5),
-        arguments.buffer_size,
         servers == "together",
         tuple(shlex.split(arguments.server_options)),
     )

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -89,7 +89,7 @@ def rank(arm: str) -> tuple[str, int]:
     return ("" if arm == DENSE else kind, int(budget or 0))
 
 
-def rows(arms: dict[str, list[Run]]) -> list[Row]:
+def rows(arms: Mapping[str, Sequence[Run]]) -> list[Row]:
     """One row per arm of one workload."""
     dense = {run.pair: run for run in arms.get(DENSE, ())}
     found = []

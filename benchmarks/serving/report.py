@@ -84,7 +84,7 @@ def _workload(name: str, by_arm: Mapping[str, Sequence[Run]]) -> str:
         "| " + " | ".join(_COLUMNS) + " |",
         "| --- " * len(_COLUMNS) + "|",
     ]
-    lines += [_line(row) for row in figures.rows({arm: list(by_arm[arm]) for arm in by_arm})]
+    lines += [_line(row) for row in figures.rows(by_arm)]
     for arm, runs in by_arm.items():
         growth = figures.growth_of_itl(runs)
         if growth is not None:

@@ -52,7 +52,6 @@ class Plan:
     model: str
     output: Path
     pairs: int
-    buffer_size: int
     are_servers_kept: bool
     more_server_options: tuple[str, ...] = ()
 
@@ -129,28 +128,20 @@ def started(plan: Plan, workload: Workload, arm: Arm) -> Iterator[Server]:
         *arm.server_options,
         *plan.more_server_options,
     ]
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        _serve(Path(directory), options, arm) as server,
-    ):
-        if arm.is_window:
-            answer = server.post("/collective_rpc", {"method": "use_window"})
-            if answer.status != 200 or "WindowCompactor" not in str(answer.json):
-                raise RefusedRunError(f"{arm.name}: {answer.status} {answer.body[:200]!r}")
-        short = ["--num-prompts", "2", "--random-input-len", "16", "--random-output-len", "8"]
-        client.drive(client.options(server.url, NAME, plan.model, 0, *short))
-        yield server
-
-
-@contextmanager
-def _serve(directory: Path, options: Sequence[str], arm: Arm) -> Iterator[Server]:
     with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         try:
             server = stack.enter_context(
                 serve(directory, *options, environment=arm.environment, seconds=1800)
             )
         except AssertionError as error:
             raise RefusedRunError(f"{arm.name}: its server did not start:\n{error}") from None
+        if arm.is_window:
+            answer = server.post("/collective_rpc", {"method": "use_window"})
+            if answer.status != 200 or "WindowCompactor" not in str(answer.json):
+                raise RefusedRunError(f"{arm.name}: {answer.status} {answer.body[:200]!r}")
+        short = ["--num-prompts", "2", "--random-input-len", "16", "--random-output-len", "8"]
+        client.drive(client.options(server.url, NAME, plan.model, 0, *short))
         yield server
 
 
