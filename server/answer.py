@@ -10,7 +10,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import Message, Send
 
 from server.record import RequestRecord
-from server.refusal import bounded
+from server.refusal import Refusal, bounded
 
 _ERROR_EVENT = b'data: {"error":'
 _EARLY_EVENTS = (b"event: response.created\n", b"event: response.in_progress\n")
@@ -50,6 +50,12 @@ class Answer:
             await self._take_events(message)
         else:
             await self._pass(message)
+
+    async def break_off(self, refusal: Refusal) -> None:
+        """End a stream that was begun and has no end yet, with the refusal as an event of it."""
+        if self._is_stream and not self._record.is_answered:
+            body = b"data: " + refusal.body() + b"\n\ndata: [DONE]\n\n"
+            await self._pass({"type": "http.response.body", "body": body})
 
     async def _pass(self, message: Message) -> None:
         if self._start is not None:

@@ -102,7 +102,9 @@ class FrontEnd:
             if not service.has_given_up:
                 raise
             record.had_error = True
-            if not answer.is_begun:
+            if answer.is_begun:
+                await answer.break_off(service.too_late())
+            else:
                 await _answer_refusal(service.too_late(), answer)
         except Exception as error:  # out of a stream: vLLM's own handlers take the others
             if answer.is_begun:

@@ -118,9 +118,13 @@ def test_what_does_not_end_in_time_is_cut_off(small_model: list[str], tmp_path: 
     with serve(tmp_path, *small_model, "--shutdown-timeout", "1") as server:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             running = pool.submit(server.chat, n=16, temperature=1, **LONG)
-            wait_until(lambda: server.running() > 0, 20, "the request runs")
+            stream = open_stream(server)
+            wait_until(lambda: server.running() == 17, 20, "the requests run")
             server.process.send_signal(signal.SIGTERM)
             assert running.result().status == 503
+            *_, error, done = stream.read().split(b"\n\n")[:-1]  # a whole body, with an end
+        assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == 503
+        assert done == b"data: [DONE]"
         assert server.process.wait(timeout=60) == 0
 
 
