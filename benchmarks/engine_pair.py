@@ -7,7 +7,6 @@ machine hits both.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -24,17 +23,16 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 class Worker:
-    """One `benchmarks.workload` process.
+    """A process with an engine in it, which answers every line with a line of JSON.
 
     Args:
+        module: What it runs, with `arguments`.
         path: Where it finds packages before the installed ones.
-        policy: ``kv_cache_policy`` of its engine; None leaves the option out.
     """
 
-    def __init__(self, model: Path, path: Sequence[Path] = (), policy: str | None = None) -> None:
-        command = [sys.executable, "-m", "benchmarks.workload", str(model)]
-        if policy is not None:
-            command.append(policy)
+    def __init__(self, module: str, *arguments: str, path: Sequence[Path] = ()) -> None:
+        self._module = module
+        command = [sys.executable, "-m", module, *arguments]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*path, REPOSITORY]))}
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 closed in `close`
         self._process = subprocess.Popen(
@@ -56,7 +54,7 @@ class Worker:
             status = self._process.wait()
             self._log.seek(0)
             last = self._log.read().decode(errors="replace")[-2000:]
-            raise RuntimeError(f"benchmarks.workload ended with {status}:\n{last}")
+            raise RuntimeError(f"{self._module} ended with {status}:\n{last}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -67,13 +65,6 @@ class Worker:
         self._process.stdout.close()
         self._process.wait()
         self._log.close()
-
-
-def positive(text: str) -> int:
-    """The type of ``--pairs`` and ``--tokens``."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 1")
-    return int(text)
 
 
 def compare(ours: Worker, other: Worker, num_pairs: int, num_tokens: int) -> list[float]:

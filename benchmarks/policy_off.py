@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from benchmarks.engine_pair import Worker, compare, positive, show
+from benchmarks.engine_pair import Worker, compare, show
+from benchmarks.options import whole_number
 from benchmarks.unpatched import make_unpatched
 
 
@@ -21,7 +22,11 @@ def workers(model: Path) -> Iterator[tuple[Worker, Worker]]:
     """A patched and an unpatched engine."""
     with tempfile.TemporaryDirectory() as directory:
         path = [make_unpatched(Path(directory))]
-        with closing(Worker(model)) as patched, closing(Worker(model, path)) as unpatched:
+        command = ("benchmarks.workload", str(model))
+        with (
+            closing(Worker(*command)) as patched,
+            closing(Worker(*command, path=path)) as unpatched,
+        ):
             yield patched, unpatched
 
 
@@ -29,8 +34,10 @@ def main() -> int:
     from tests.engine.models import make_tiny_model
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.policy_off")
-    parser.add_argument("--pairs", type=positive, default=400)
-    parser.add_argument("--tokens", type=positive, default=20, help="output tokens per request")
+    parser.add_argument("--pairs", type=whole_number(1), default=400)
+    parser.add_argument(
+        "--tokens", type=whole_number(1), default=20, help="output tokens per request"
+    )
     arguments = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as directory,

@@ -12,7 +12,8 @@ import tempfile
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from benchmarks.engine_pair import Worker, compare, positive, show
+from benchmarks.engine_pair import Worker, compare, show
+from benchmarks.options import whole_number
 
 POLICY = {"type": "randkv", "budget": 2048, "buffer_size": 64}
 """No request of the workload gets near it."""
@@ -22,8 +23,10 @@ def main() -> int:
     from tests.engine.models import SMOLLM2, make_tiny_model
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.short_outputs")
-    parser.add_argument("--pairs", type=positive, default=400)
-    parser.add_argument("--tokens", type=positive, default=20, help="output tokens per request")
+    parser.add_argument("--pairs", type=whole_number(1), default=400)
+    parser.add_argument(
+        "--tokens", type=whole_number(1), default=20, help="output tokens per request"
+    )
     parser.add_argument(
         "--default-model",
         action="store_true",
@@ -34,7 +37,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         model = SMOLLM2 if arguments.default_model else make_tiny_model(Path(directory))
         policy, dense = (
-            stack.enter_context(closing(Worker(model, policy=policy)))
+            stack.enter_context(closing(Worker("benchmarks.workload", str(model), policy)))
             for policy in (json.dumps(POLICY), "dense")
         )
         ratios = compare(policy, dense, arguments.pairs, arguments.tokens)

@@ -47,6 +47,18 @@ def next_due(config: RandKVConfig, computed_tokens: int) -> int:
     return first_due(config) + (ahead // config.round_interval + 1) * config.round_interval
 
 
+def rounds_run(config: RandKVConfig, computed_tokens: int) -> int:
+    """Rounds before `computed_tokens`; one due exactly there has not run yet."""
+    after_first = computed_tokens - first_due(config)
+    return 0 if after_first <= 0 else 1 + (after_first - 1) // config.round_interval
+
+
+def physical_len(config: RandKVConfig, computed_tokens: int) -> int:
+    """Slots that the request holds with `computed_tokens` computed."""
+    rounds = rounds_run(config, computed_tokens)
+    return computed_tokens - (1 + (rounds - 1) * config.round_interval if rounds else 0)
+
+
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
     """Copy on write: slot block `index` of the request moves from block `source` to `target`."""

@@ -15,14 +15,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from benchmarks.options import whole_number
 from benchmarks.quality.plan import Plan, make_plan
 from benchmarks.quality.plot import draw
-from benchmarks.quality.record import reasons
 from benchmarks.quality.report import report
 from benchmarks.quality.store import Store, StoreError
+from benchmarks.validation import reasons
 from randkv import patching
+from server.options import DEFAULT_MODEL
 
-SMOLLM2 = Path(__file__).parents[2] / "models" / "smollm2-135m-instruct"
 FULL: dict[str, Any] = {
     "budgets": (64, 128, 256, 512, 1024),
     "num_texts": 10,
@@ -43,20 +44,7 @@ QUICK: dict[str, Any] = {
 }
 
 
-def _whole(low: int) -> Any:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if value < low:
-            raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from {low}")
-        return value
-
-    return parse
-
-
-def _share(text: str) -> float:
+def _temperature(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -74,22 +62,26 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", type=Path, default=Path("build/quality"), help="directory (%(default)s)")
     add("--report-only", type=Path, metavar="DIR", help="write DIR's report again; no engine")
     add("--quick", action="store_true", help="a small run; what is given besides still counts")
-    add("--model", type=Path, default=SMOLLM2, help="folder with weights and tokenizer")
+    add("--model", type=Path, default=DEFAULT_MODEL, help="folder with weights and tokenizer")
     add("--text", type=Path, nargs="+", metavar="FILE", help="instead of Python's topics")
-    add("--budgets", type=_whole(1), nargs="+", metavar="K", help="tokens, prompt included")
-    add("--buffers", type=_whole(0), nargs="+", default=(32,), metavar="R", help="tokens (32)")
+    add("--budgets", type=whole_number(1), nargs="+", metavar="K", help="tokens, prompt included")
+    add(
+        "--buffers", type=whole_number(0), nargs="+", default=(32,), metavar="R", help="tokens (32)"
+    )
     add("--no-window", dest="window", action="store_false", help="without the control arm")
-    add("--num-texts", type=_whole(1), metavar="N")
-    add("--prompt-len", type=_whole(1), default=32, metavar="N", help="tokens of a text (32)")
-    add("--text-len", type=_whole(2), metavar="N", help="tokens of a text, prompt included")
-    add("--num-keys", type=_whole(1), metavar="N")
-    add("--distances", type=_whole(1), nargs="+", metavar="N", help="tokens, fact to question")
-    add("--num-free", type=_whole(1), metavar="N", help="texts that are continued freely")
-    add("--free-len", type=_whole(4), metavar="N", help="output tokens of those")
-    add("--temperature", type=_share, default=0.8, help="of those (%(default)s)")
-    add("--seed", type=_whole(0), default=0)
-    add("--concurrency", type=_whole(1), default=64, metavar="N", help="requests at once")
-    add("--kv-cache-gib", type=_whole(1), default=3, metavar="N", help="KV cache, GiB")
+    add("--num-texts", type=whole_number(1), metavar="N")
+    add("--prompt-len", type=whole_number(1), default=32, metavar="N", help="tokens of a text (32)")
+    add("--text-len", type=whole_number(2), metavar="N", help="tokens of a text, prompt included")
+    add("--num-keys", type=whole_number(1), metavar="N")
+    add(
+        "--distances", type=whole_number(1), nargs="+", metavar="N", help="tokens, fact to question"
+    )
+    add("--num-free", type=whole_number(1), metavar="N", help="texts that are continued freely")
+    add("--free-len", type=whole_number(4), metavar="N", help="output tokens of those")
+    add("--temperature", type=_temperature, default=0.8, help="of those (%(default)s)")
+    add("--seed", type=whole_number(0), default=0)
+    add("--concurrency", type=whole_number(1), default=64, metavar="N", help="requests at once")
+    add("--kv-cache-gib", type=whole_number(1), default=3, metavar="N", help="KV cache, GiB")
     return parser
 
 

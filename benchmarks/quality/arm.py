@@ -8,9 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from randkv.advice.survival import physical_len, rounds_run
 from randkv.config import RandKVConfig
-from randkv.planner import first_due
+from randkv.planner import first_due, physical_len, rounds_run
 
 
 class Evictions(NamedTuple):

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.json_schema import models_json_schema
 
 from benchmarks.quality.arm import Arm
@@ -98,13 +98,6 @@ class Settings(BaseModel):
     seed: int
     concurrency: int | None = Field(None, description="requests at once; null: not recorded")
     num_records: int = Field(description="of the complete run")
-
-
-def reasons(error: ValidationError) -> str:
-    """What a record or settings were refused for, without the values."""
-    return "; ".join(
-        ": ".join([*(str(part) for part in found["loc"]), found["msg"]]) for found in error.errors()
-    )
 
 
 def schema() -> dict[str, Any]:

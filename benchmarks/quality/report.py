@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+from benchmarks.markdown import table
 from benchmarks.quality import comparison
 from benchmarks.quality.comparison import ScoreRow, TextRow
 from benchmarks.quality.record import Record, Settings
@@ -14,12 +15,6 @@ BANDS = (0, 128, 256, 512, 1024, 2048, 4096, 8192)
 """Edges of the position bands; tokens."""
 NEARLY_DENSE = "†"
 """Marks rows of `comparison.is_nearly_dense`."""
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def signed(figure: Figure, digits: int = 3) -> str:

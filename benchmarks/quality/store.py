@@ -8,7 +8,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from benchmarks.quality.record import Record, Settings, reasons
+from benchmarks.quality.record import Record, Settings
+from benchmarks.validation import reasons
 
 
 class StoreError(Exception):

@@ -17,6 +17,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from benchmarks.options import whole_number
 from benchmarks.serving.arms import Arm, parse_arm
 from benchmarks.serving.record import RefusedRunError
 from benchmarks.serving.runner import DEFAULT_MODEL, Plan, run_workload
@@ -24,16 +25,6 @@ from benchmarks.serving.workloads import PROMPT_SLACK, WORKLOADS, Workload
 from tests.server.process import REPOSITORY
 
 QUICK = ("memory-bound", "roomy", "short")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 1")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    return 0 if text == "0" else _positive(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -46,12 +37,17 @@ def _parser() -> argparse.ArgumentParser:
     add = run.add_argument
     add("--workload", action="append", choices=WORKLOADS, help="may be repeated; default: all")
     add("--arm", action="append", help="dense, randkv-<budget>, window-<budget>; may be repeated")
-    add("--pairs", type=_positive, help="runs of every arm (default 5; quick: 2)")
+    add("--pairs", type=whole_number(1), help="runs of every arm (default 5; quick: 2)")
     add("--quick", action="store_true", help="smaller, dense and one budget, three workloads")
-    add("--buffer-size", type=_count, default=32, help="of the policy (default %(default)s)")
+    add(
+        "--buffer-size",
+        type=whole_number(0),
+        default=32,
+        help="of the policy (default %(default)s)",
+    )
     add("--model", default=DEFAULT_MODEL, help="directory or Hub name (default: the embedded one)")
     for name in ("num-requests", "input-len", "output-len", "num-kv-blocks", "block-size"):
-        add(f"--{name}", type=_positive, help="instead of the workload's own")
+        add(f"--{name}", type=whole_number(1), help="instead of the workload's own")
     add(
         "--servers",
         choices=("together", "one-at-a-time"),

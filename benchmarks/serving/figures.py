@@ -64,9 +64,10 @@ def by_workload(runs: Sequence[Run]) -> dict[str, dict[str, list[Run]]]:
         grouped[run.settings.workload][run.settings.arm].append(run)
     for workload, arms in grouped.items():
         every = [run for same in arms.values() for run in same]
-        if any(run.settings.load != every[0].settings.load for run in every):
-            raise RefusedRunError(f"{workload}: runs of different settings make no comparison")
-        if any(run.settings != same[0].settings for same in arms.values() for run in same):
+        have_one_load = all(run.settings.load == every[0].settings.load for run in every)
+        if not have_one_load or any(
+            run.settings != same[0].settings for same in arms.values() for run in same
+        ):
             raise RefusedRunError(f"{workload}: runs of different settings make no comparison")
         lengths = {
             (run.pair, run.seed, tuple((r.input_len, r.output_len) for r in run.requests))

@@ -14,8 +14,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from randkv.advice.survival import rounds_run
+from benchmarks.validation import reasons
 from randkv.config import RandKVConfig
+from randkv.planner import rounds_run
 
 SCHEMA_VERSION = 1
 SUFFIX = ".run.json.gz"
@@ -156,9 +157,7 @@ def load(directory: Path) -> list[Run]:
         except (OSError, EOFError, zlib.error) as error:
             raise RefusedRunError(f"{path}: expected a compressed file, whole ({error})") from None
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise RefusedRunError(f"{path}: {where}: {first['msg']}") from None
+            raise RefusedRunError(f"{path}: {reasons(error)}") from None
         run.check()
         runs.append(run)
     return runs

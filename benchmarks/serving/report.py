@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.markdown import table
 from benchmarks.serving import figures, plots, record
 from benchmarks.serving.arms import DENSE
 from benchmarks.serving.figures import Row
@@ -81,10 +82,8 @@ def _workload(name: str, by_arm: Mapping[str, Sequence[Run]]) -> str:
         f"{settings.num_requests} requests at once, {settings.input_len} + {settings.output_len} "
         f"tokens, KV memory for {tokens:,} tokens; model {settings.model}.",
         "",
-        "| " + " | ".join(_COLUMNS) + " |",
-        "| --- " * len(_COLUMNS) + "|",
+        table(_COLUMNS, map(_cells, figures.rows(by_arm))).rstrip(),
     ]
-    lines += [_line(row) for row in figures.rows(by_arm)]
     for arm, runs in by_arm.items():
         growth = figures.growth_of_itl(runs)
         if growth is not None:
@@ -96,10 +95,10 @@ def _workload(name: str, by_arm: Mapping[str, Sequence[Run]]) -> str:
     return "\n".join(lines)
 
 
-def _line(row: Row) -> str:
+def _cells(row: Row) -> list[str]:
     is_dense = row.arm == DENSE
     copied = f"{row.copied_pairs / row.evicted_pairs:.3f}" if row.evicted_pairs else ""
-    cells = (
+    return [
         row.arm,
         "" if is_dense else row.compactor,
         str(row.num_runs),
@@ -113,8 +112,7 @@ def _line(row: Row) -> str:
         "" if is_dense else f"{row.evicted_pairs:,.0f}",
         copied,
         "" if is_dense else f"{row.compaction_share:.2%}",
-    )
-    return "| " + " | ".join(cells) + " |"
+    ]
 
 
 def _commands(grouped: Mapping[str, Mapping[str, Sequence[Run]]]) -> str:

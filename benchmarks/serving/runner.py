@@ -17,6 +17,7 @@ from benchmarks.serving.arms import Arm
 from benchmarks.serving.monitor import monitor
 from benchmarks.serving.record import RefusedRunError, Request, Run, Settings
 from benchmarks.serving.workloads import Workload
+from server.options import DEFAULT_MODEL as DEFAULT_MODEL_PATH
 from tests.server.process import REPOSITORY, Metrics, Server, serve
 
 COUNTERS = (
@@ -32,7 +33,7 @@ COUNTERS = (
     "randkv_freed_blocks_total",
     "randkv_replayed_tokens_total",
 )
-DEFAULT_MODEL = "models/smollm2-135m-instruct"
+DEFAULT_MODEL = str(DEFAULT_MODEL_PATH.relative_to(REPOSITORY))
 NAME = "benchmark"
 """What the model is served as."""
 

@@ -14,7 +14,6 @@ from randkv.advice.memory import GIB, KVMemory
 from randkv.advice.step_time import StepTime
 from randkv.advice.survival import (
     Tokens,
-    rounds_run,
     share_kept,
     share_of_output_kept,
     units_over_life,
@@ -22,6 +21,7 @@ from randkv.advice.survival import (
 from randkv.advice.workload import Workload
 from randkv.config import RandKVConfig, check_integer
 from randkv.errors import RandKVConfigError
+from randkv.planner import rounds_run
 
 MAX_BUDGETS = 64
 

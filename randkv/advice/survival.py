@@ -13,21 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from randkv.config import RandKVConfig
-from randkv.planner import first_due
+from randkv.planner import first_due, physical_len, rounds_run
 
 Tokens = NDArray[np.int64]
-
-
-def rounds_run(config: RandKVConfig, computed_tokens: int) -> int:
-    """Rounds before `computed_tokens`; one due exactly there has not run yet."""
-    after_first = computed_tokens - first_due(config)
-    return 0 if after_first <= 0 else 1 + (after_first - 1) // config.round_interval
-
-
-def physical_len(config: RandKVConfig, computed_tokens: int) -> int:
-    """Slots that the request holds with `computed_tokens` computed."""
-    rounds = rounds_run(config, computed_tokens)
-    return computed_tokens - (1 + (rounds - 1) * config.round_interval if rounds else 0)
 
 
 def share_kept(

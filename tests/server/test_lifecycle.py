@@ -95,7 +95,7 @@ def test_a_client_that_leaves_before_its_body_is_read_changes_nothing(server: Se
 def test_sigterm_drains_refuses_new_requests_and_exits_with_0(
     small_model: list[str], tmp_path: Path
 ) -> None:
-    with serve(tmp_path, *small_model) as server:
+    with serve(tmp_path, *small_model, "--shutdown-timeout", "120") as server:
         pids = server.engine_pids()
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             running = pool.submit(server.chat, max_tokens=1500, ignore_eos=True)
@@ -110,7 +110,7 @@ def test_sigterm_drains_refuses_new_requests_and_exits_with_0(
         assert int(refused.headers["retry-after"]) > 0
         assert answered.status == 200
         assert answered.json["usage"]["completion_tokens"] == 1500
-        assert server.process.wait(timeout=60) == 0
+        assert server.process.wait(timeout=60) == 0  # counted from the answer
         wait_until(lambda: not any(map(is_alive, pids)), 10, "no engine process is left")
 
 

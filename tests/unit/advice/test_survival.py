@@ -8,13 +8,11 @@ from hypothesis import strategies as st
 
 from randkv import RandKVConfig
 from randkv.advice.survival import (
-    physical_len,
-    rounds_run,
     share_kept,
     share_of_output_kept,
     units_over_life,
 )
-from randkv.planner import first_due, replay
+from randkv.planner import first_due, physical_len, replay, rounds_run
 from randkv.retention import retention_map
 
 configs = st.builds(RandKVConfig, st.integers(1, 40), st.integers(0, 12))
