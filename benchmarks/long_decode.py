@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import spread
 from benchmarks.decoder import BLOCK_SIZE, PROMPT_LEN
@@ -34,7 +34,8 @@ from randkv.planner import rounds_run
 REFERENCE_LEN = 500
 """Output tokens in the middle of the stretch that a long request's steps are compared with."""
 LENGTHS = (600, 1200, 2400, 3600, 4800, 6000)
-"""Output tokens at the end of each stretch; the first is the reference itself, so 1 is right."""
+"""Output tokens at the end of each stretch. In the first both requests are where the reference is:
+what the two engines differ by all the same, a few per cent, is divided out of the others."""
 TURNS = 10
 STEPS_PER_TURN = 20
 STRETCH = TURNS * STEPS_PER_TURN
@@ -44,33 +45,45 @@ class WrongRunError(Exception):
     """The engine did not do what the figure is about."""
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """Median seconds of a step, the long request's and the reference's, one after the other."""
 
     long: float
     reference: float
 
-    @property
-    def ratio(self) -> float:
-        return self.long / self.reference
 
-
-@dataclass(slots=True)
-class Arm:
-    """Two engines of one policy.
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """What was measured of one arm.
 
     Attributes:
-        config: None for the full cache.
+        kv_cache_policy: As the engine was given it.
+        turns: By length.
         blocks: KV blocks that the long request held, by length.
     """
 
     name: str
+    kv_cache_policy: Any
+    turns: dict[int, list[Turn]] = field(default_factory=dict)
+    blocks: dict[int, int] = field(default_factory=dict)
+
+    def growth(self, length: int) -> list[float]:
+        """The long request's step over that at 500 tokens, turn by turn; 1 in the first stretch."""
+        first = self.turns[min(self.turns)]
+        return [
+            (turn.long / turn.reference) / (same.long / same.reference)
+            for turn, same in zip(self.turns[length], first, strict=True)
+        ]
+
+
+@dataclass(slots=True)
+class Arm:
+    """Two engines of one policy; `config` is None for the full cache."""
+
+    curve: Curve
     config: RandKVConfig | None
     long: Worker
     reference: Worker
-    turns: dict[int, list[Turn]] = field(default_factory=dict)
-    blocks: dict[int, int] = field(default_factory=dict)
     output_len: int = 0
 
     def approach(self, length: int) -> None:
@@ -80,7 +93,7 @@ class Arm:
         self._decode(length - STRETCH - self.output_len)
         self.reference.ask("start")
         self.reference.ask(f"step {REFERENCE_LEN - STRETCH // 2}")
-        self.turns[length] = []
+        self.curve.turns[length] = []
 
     def take_turn(self, length: int, is_long_first: bool) -> None:
         if is_long_first:
@@ -89,8 +102,9 @@ class Arm:
         else:
             reference = self.reference.ask(f"step {STEPS_PER_TURN}")
             long = self._decode(STEPS_PER_TURN)
-        self.turns[length].append(Turn(median(long["seconds"]), median(reference["seconds"])))
-        self.blocks[length] = long["blocks"]
+        turn = Turn(median(long["seconds"]), median(reference["seconds"]))
+        self.curve.turns[length].append(turn)
+        self.curve.blocks[length] = long["blocks"]
 
     def _decode(self, num_steps: int) -> dict[str, Any]:
         """Raises WrongRunError unless the request has run the rounds that its length demands."""
@@ -100,14 +114,31 @@ class Arm:
         expected = rounds_run(self.config, computed) if self.config else 0
         if answer["rounds"] != expected:
             raise WrongRunError(
-                f"{self.name}: {answer['rounds']} rounds at {self.output_len} output tokens, "
+                f"{self.curve.name}: {answer['rounds']} rounds at {self.output_len} output tokens, "
                 f"expected {expected}"
             )
         return answer
 
 
+@contextmanager
+def started(
+    model: Path, configs: Mapping[str, RandKVConfig | None], longest: int
+) -> Iterator[list[Arm]]:
+    """An arm for each config by name, for requests of up to `longest` output tokens."""
+    max_len = str(PROMPT_LEN + longest + BLOCK_SIZE)
+    with ExitStack() as stack:
+        arms = []
+        for name, config in configs.items():
+            policy = config.to_dict() if config else "dense"
+            given = json.dumps(policy) if config else "dense"
+            command = ("benchmarks.decoder", str(model), given, max_len)
+            long, reference = (stack.enter_context(closing(Worker(*command))) for _ in range(2))
+            arms.append(Arm(Curve(name, policy), config, long, reference))
+        yield arms
+
+
 def measure(arms: Sequence[Arm], lengths: Sequence[int]) -> None:
-    """Fill in the turns of every arm; says on the way how far it is."""
+    """Fill in every arm's curve; says on the way how far it is."""
     for length in lengths:
         for arm in arms:
             arm.approach(length)
@@ -115,26 +146,45 @@ def measure(arms: Sequence[Arm], lengths: Sequence[int]) -> None:
             order = arms if turn % 2 == 0 else arms[::-1]
             for arm in order:
                 arm.take_turn(length, is_long_first=turn // 2 % 2 == 0)
-        now = [f"{arm.name} {spread.median(ratios(arm, length)).text()}" for arm in arms]
+        curves = [arm.curve for arm in arms]
+        now = [f"{curve.name} {spread.median(curve.growth(length)).text()}" for curve in curves]
         sys.stderr.write(f"{datetime.now():%H:%M:%S} {length} tokens: {', '.join(now)}\n")
         sys.stderr.flush()
 
 
-def ratios(arm: Arm, length: int) -> list[float]:
-    return [turn.ratio for turn in arm.turns[length]]
+def record(curves: Sequence[Curve]) -> dict[str, Any]:
+    """What is stored: seconds of every turn, and what they were measured with."""
+    return {
+        "ended_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": hardware().model_dump(),
+        "versions": versions(),
+        "patch_digest": digest(),
+        "arms": [asdict(curve) for curve in curves],
+    }
 
 
-def report(arms: Sequence[Arm], lengths: Sequence[int]) -> str:
+def curves_of(stored: Mapping[str, Any]) -> list[Curve]:
+    """The curves of what `record` made, as JSON has it."""
+    curves = []
+    for arm in stored["arms"]:
+        turns = {int(n): [Turn(*turn) for turn in turns] for n, turns in arm["turns"].items()}
+        blocks = {int(n): count for n, count in arm["blocks"].items()}
+        curves.append(Curve(arm["name"], arm["kv_cache_policy"], turns, blocks))
+    return curves
+
+
+def report(curves: Sequence[Curve]) -> str:
     """Markdown; an entry is a step's time over that at 500 tokens, and the blocks held."""
+    lengths = list(curves[0].turns)
     head, rows = ["output tokens"], [[f"{n - STRETCH:,} to {n:,}"] for n in lengths]
-    for arm in arms:
-        head += [arm.name, "KV blocks"]
+    for curve in curves:
+        head += [curve.name, "KV blocks"]
         for length, row in zip(lengths, rows, strict=True):
-            row += [spread.median(ratios(arm, length)).text(), str(arm.blocks[length])]
+            row += [spread.median(curve.growth(length)).text(), str(curve.blocks[length])]
     return table(head, rows)
 
 
-def draw(arms: Sequence[Arm], lengths: Sequence[int], path: Path) -> None:
+def draw(curves: Sequence[Curve], path: Path) -> None:
     """The table's ratios by length, with their intervals."""
     import matplotlib as mpl
 
@@ -143,13 +193,13 @@ def draw(arms: Sequence[Arm], lengths: Sequence[int], path: Path) -> None:
 
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         picture, axes = pyplot.subplots(figsize=(6, 3.2), layout="constrained")
-        at = [length - STRETCH / 2 for length in lengths]
-        for arm, colour in zip(arms, ("#000000", "#0072B2"), strict=True):
-            figures = [spread.median(ratios(arm, length)) for length in lengths]
+        for curve, colour in zip(curves, ("#000000", "#0072B2"), strict=False):
+            at = [length - STRETCH / 2 for length in curve.turns]
+            figures = [spread.median(curve.growth(length)) for length in curve.turns]
             low, high = [each.low for each in figures], [each.high for each in figures]
             axes.fill_between(at, low, high, color=colour, alpha=0.2, linewidth=0)
             middle = [each.value for each in figures]
-            axes.plot(at, middle, "o-", color=colour, label=arm.name, markersize=4)
+            axes.plot(at, middle, "o-", color=colour, label=curve.name, markersize=4)
         axes.axhspan(0.95, 1.05, color="#bbbbbb", alpha=0.3, linewidth=0)
         axes.set_xlabel("output tokens")
         axes.set_ylabel(f"step time over that at {REFERENCE_LEN} tokens")
@@ -159,66 +209,33 @@ def draw(arms: Sequence[Arm], lengths: Sequence[int], path: Path) -> None:
         pyplot.close(picture)
 
 
-def record(arms: Sequence[Arm]) -> dict[str, Any]:
-    """What is stored: seconds of every turn, and what they were measured with."""
-    return {
-        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": hardware().model_dump(),
-        "versions": versions(),
-        "patch_digest": digest(),
-        "prompt_len": PROMPT_LEN,
-        "arms": {
-            arm.name: {
-                "kv_cache_policy": arm.config.to_dict() if arm.config else "dense",
-                "turns": {
-                    length: [(turn.long, turn.reference) for turn in turns]
-                    for length, turns in arm.turns.items()
-                },
-                "blocks": arm.blocks,
-            }
-            for arm in arms
-        },
-    }
-
-
-def run(model: Path, config: RandKVConfig, lengths: Sequence[int]) -> list[Arm]:
-    """Both arms, measured. Raises WrongRunError."""
-    max_len = str(PROMPT_LEN + lengths[-1] + BLOCK_SIZE)
-    configs = {"dense": None, f"randkv-{config.budget}": config}
-    with ExitStack() as stack:
-        arms = []
-        for name, each in configs.items():
-            policy = json.dumps(each.to_dict()) if each else "dense"
-            long, reference = (
-                stack.enter_context(
-                    closing(Worker("benchmarks.decoder", str(model), policy, max_len))
-                )
-                for _ in range(2)
-            )
-            arms.append(Arm(name, each, long, reference))
-        measure(arms, lengths)
-    return arms
-
-
 def main() -> int:
     from tests.engine.models import SMOLLM2
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.long_decode")
-    parser.add_argument("--budget", type=whole_number(1), default=256)
+    parser.add_argument("--budget", type=whole_number(PROMPT_LEN), default=256)
     parser.add_argument("--buffer-size", type=whole_number(0), default=32)
+    parser.add_argument("--report-only", action="store_true", help="of what --output holds")
     default = REPOSITORY / "build" / "bench" / "long-decode"
     parser.add_argument("--output", type=Path, default=default, help="directory")
     arguments = parser.parse_args()
-    arguments.output.mkdir(parents=True, exist_ok=True)
+    stored = arguments.output / "long-decode.json"
     try:
-        arms = run(SMOLLM2, RandKVConfig(arguments.budget, arguments.buffer_size), LENGTHS)
-    except (WrongRunError, RandKVConfigError) as error:
+        if not arguments.report_only:
+            config = RandKVConfig(arguments.budget, arguments.buffer_size)
+            configs = {"dense": None, f"randkv-{config.budget}": config}
+            arguments.output.mkdir(parents=True, exist_ok=True)
+            with started(SMOLLM2, configs, LENGTHS[-1]) as arms:
+                measure(arms, LENGTHS)
+            made = record([arm.curve for arm in arms])
+            stored.write_text(json.dumps(made, indent=1) + "\n")
+        curves = curves_of(json.loads(stored.read_text()))
+    except (WrongRunError, RandKVConfigError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    (arguments.output / "long-decode.json").write_text(json.dumps(record(arms), indent=1) + "\n")
-    draw(arms, LENGTHS, arguments.output / "long-decode.png")
-    sys.stdout.write(report(arms, LENGTHS))
-    sys.stdout.write(f"\nNext: look at {arguments.output / 'long-decode.png'}.\n")
+    draw(curves, stored.with_suffix(".png"))
+    sys.stdout.write(report(curves))
+    sys.stdout.write(f"\nNext: look at {stored.with_suffix('.png')}.\n")
     return 0
 
 
