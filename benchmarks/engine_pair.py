@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,9 @@ class Worker:
     def ask(self, command: str) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(command + "\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended: what follows says so
+            self._process.stdin.write(command + "\n")
+            self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
             status = self._process.wait()
@@ -61,7 +63,8 @@ class Worker:
     def close(self) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._process.stdout.close()
         self._process.wait()
         self._log.close()
@@ -74,7 +77,7 @@ def compare(ours: Worker, other: Worker, num_pairs: int, num_tokens: int) -> lis
         order = (ours, other) if i % 2 == 0 else (other, ours)
         seconds = {worker: worker.ask(f"time {num_tokens}")["seconds"] for worker in order}
         ratios.append(seconds[other] / seconds[ours])
-        if (i + 1) % 50 == 0:
+        if (i + 1) % -(-num_pairs // 10) == 0:
             sys.stdout.write(f"{i + 1} pairs: median {statistics.median(ratios):.4f}\n")
             sys.stdout.flush()
     return ratios

@@ -14,11 +14,13 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
+
+from pydantic import Field, ValidationError
 
 from benchmarks import spread
 from benchmarks.decoder import BLOCK_SIZE, PROMPT_LEN
@@ -26,6 +28,8 @@ from benchmarks.engine_pair import REPOSITORY, Worker
 from benchmarks.markdown import table
 from benchmarks.options import whole_number
 from benchmarks.serving.machine import hardware, versions
+from benchmarks.serving.record import Hardware, Record
+from benchmarks.validation import reasons
 from randkv.config import RandKVConfig
 from randkv.errors import RandKVConfigError
 from randkv.patching import digest
@@ -35,7 +39,7 @@ REFERENCE_LEN = 500
 """Output tokens in the middle of the stretch that a long request's steps are compared with."""
 LENGTHS = (600, 1200, 2400, 3600, 4800, 6000)
 """Output tokens at the end of each stretch. In the first both requests are where the reference is:
-what the two engines differ by all the same, a few per cent, is divided out of the others."""
+what the two engines differ by all the same, a few per cent, is divided out of every figure."""
 TURNS = 10
 STEPS_PER_TURN = 20
 STRETCH = TURNS * STEPS_PER_TURN
@@ -68,12 +72,19 @@ class Curve:
     blocks: dict[int, int] = field(default_factory=dict)
 
     def growth(self, length: int) -> list[float]:
-        """The long request's step over that at 500 tokens, turn by turn; 1 in the first stretch."""
-        first = self.turns[min(self.turns)]
-        return [
-            (turn.long / turn.reference) / (same.long / same.reference)
-            for turn, same in zip(self.turns[length], first, strict=True)
-        ]
+        """The long request's step over that at 500 tokens, turn by turn."""
+        first = median(turn.long / turn.reference for turn in self.turns[min(self.turns)])
+        return [turn.long / turn.reference / first for turn in self.turns[length]]
+
+
+class Measured(Record):
+    """What is stored."""
+
+    ended_at: str = Field(description="ISO 8601, UTC.")
+    hardware: Hardware
+    versions: dict[str, str]
+    patch_digest: str
+    arms: list[Curve] = Field(min_length=1)
 
 
 @dataclass(slots=True)
@@ -152,25 +163,22 @@ def measure(arms: Sequence[Arm], lengths: Sequence[int]) -> None:
         sys.stderr.flush()
 
 
-def record(curves: Sequence[Curve]) -> dict[str, Any]:
-    """What is stored: seconds of every turn, and what they were measured with."""
-    return {
-        "ended_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": hardware().model_dump(),
-        "versions": versions(),
-        "patch_digest": digest(),
-        "arms": [asdict(curve) for curve in curves],
-    }
+def measured(arms: Sequence[Arm]) -> Measured:
+    return Measured(
+        ended_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        hardware=hardware(),
+        versions=versions(),
+        patch_digest=digest(),
+        arms=[arm.curve for arm in arms],
+    )
 
 
-def curves_of(stored: Mapping[str, Any]) -> list[Curve]:
-    """The curves of what `record` made, as JSON has it."""
-    curves = []
-    for arm in stored["arms"]:
-        turns = {int(n): [Turn(*turn) for turn in turns] for n, turns in arm["turns"].items()}
-        blocks = {int(n): count for n, count in arm["blocks"].items()}
-        curves.append(Curve(arm["name"], arm["kv_cache_policy"], turns, blocks))
-    return curves
+def read(path: Path) -> list[Curve]:
+    """The curves of a stored `Measured`. Raises WrongRunError for anything else."""
+    try:
+        return Measured.model_validate_json(path.read_bytes()).arms
+    except ValidationError as error:
+        raise WrongRunError(f"{path}: {reasons(error)}") from None
 
 
 def report(curves: Sequence[Curve]) -> str:
@@ -200,7 +208,6 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
             axes.fill_between(at, low, high, color=colour, alpha=0.2, linewidth=0)
             middle = [each.value for each in figures]
             axes.plot(at, middle, "o-", color=colour, label=curve.name, markersize=4)
-        axes.axhspan(0.95, 1.05, color="#bbbbbb", alpha=0.3, linewidth=0)
         axes.set_xlabel("output tokens")
         axes.set_ylabel(f"step time over that at {REFERENCE_LEN} tokens")
         axes.set_xlim(left=0)
@@ -227,14 +234,13 @@ def main() -> int:
             arguments.output.mkdir(parents=True, exist_ok=True)
             with started(SMOLLM2, configs, LENGTHS[-1]) as arms:
                 measure(arms, LENGTHS)
-            made = record([arm.curve for arm in arms])
-            stored.write_text(json.dumps(made, indent=1) + "\n")
-        curves = curves_of(json.loads(stored.read_text()))
+            stored.write_text(measured(arms).model_dump_json(indent=1) + "\n")
+        curves = read(stored)
+        sys.stdout.write(report(curves))
+        draw(curves, stored.with_suffix(".png"))
     except (WrongRunError, RandKVConfigError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    draw(curves, stored.with_suffix(".png"))
-    sys.stdout.write(report(curves))
     sys.stdout.write(f"\nNext: look at {stored.with_suffix('.png')}.\n")
     return 0
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from pydantic import ValidationError
 
+MAX_SHOWN = 3
+
 
 def reasons(error: ValidationError) -> str:
-    """What was refused for, field by field, without the values."""
-    return "; ".join(
-        ": ".join([".".join(map(str, found["loc"])), found["msg"]])
-        if found["loc"]
-        else found["msg"]
-        for found in error.errors()
-    )
+    """The first few things that were refused, without the values."""
+    every = []
+    for found in error.errors():
+        where = ".".join(map(str, found["loc"]))
+        every.append(f"{where}: {found['msg']}" if where else found["msg"])
+    if len(every) > MAX_SHOWN:
+        every[MAX_SHOWN:] = [f"and {len(every) - MAX_SHOWN} more"]
+    return "; ".join(every)

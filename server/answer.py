@@ -14,7 +14,12 @@ from server.refusal import Refusal, bounded
 
 _ERROR_EVENT = b'data: {"error":'
 _EARLY_EVENTS = (b"event: response.created\n", b"event: response.in_progress\n")
-_LAST_RESPONSE_EVENTS = ("response.completed", "response.incomplete", "response.failed")
+_LAST_RESPONSE_EVENTS = (
+    b"event: response.completed\n",
+    b"event: response.incomplete\n",
+    b"event: response.failed\n",
+)
+_DONE = b"data: [DONE]\n"
 
 
 class Answer:
@@ -35,6 +40,7 @@ class Answer:
         self._record = record
         self._start: Message | None = None  # held back until the first of the body is seen
         self._is_stream = False
+        self._is_ended = False  # the stream's last event is out
         self._early = b""
         self._parts: list[bytes] | None = None  # of an answer that is seen as a whole
         self.is_begun = False
@@ -52,16 +58,17 @@ class Answer:
             await self._pass(message)
 
     async def break_off(self, refusal: Refusal) -> None:
-        """End a stream that was begun and has no end yet, with the refusal as an event of it."""
+        """End a stream that was begun: with the refusal as an event, unless it has had its last."""
         if self._is_stream and not self._record.is_answered:
             body = b"data: " + refusal.body() + b"\n\ndata: [DONE]\n\n"
-            await self._pass({"type": "http.response.body", "body": body})
+            end = b"" if self._is_ended else body
+            await self._pass({"type": "http.response.body", "body": end})
 
     async def _pass(self, message: Message) -> None:
         if self._start is not None:
             start, self._start = self._start, None
-            self.is_begun = True
             await self._send(start)
+            self.is_begun = True
         await self._send(message)
         self._record.is_answered |= not message.get("more_body", False)
 
@@ -103,9 +110,11 @@ class Answer:
         elif self._start is None or chunk or not message.get("more_body", False):
             body, self._early = self._early + self._with_report_in_stream(chunk), b""
             await self._pass({**message, "body": body})
+            self._is_ended |= chunk.startswith((_DONE, *_LAST_RESPONSE_EVENTS))
 
     async def _become_error(self, event: bytes) -> None:
         """Nothing was sent: the stream's first event is an error, so it is the answer."""
+        self._is_stream = False
         error = json.loads(event.split(b"\n\n", 1)[0].removeprefix(b"data: "))
         status = int(error["error"].get("code") or 500)
         self._record.status = status
@@ -144,9 +153,9 @@ class Answer:
         return _with_report(event + b"}", report) + b"\n\n" + rest
 
     def _with_report_in_response(self, chunk: bytes) -> bytes:
-        name, _, rest = chunk.partition(b"\n")
-        if name.removeprefix(b"event: ").decode() not in _LAST_RESPONSE_EVENTS:
+        if not chunk.startswith(_LAST_RESPONSE_EVENTS):
             return chunk
+        name, _, rest = chunk.partition(b"\n")
         report = self._record.report()
         if report is None:
             return chunk

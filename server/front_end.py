@@ -11,6 +11,7 @@ import asyncio
 import json
 import re
 import uuid
+from contextlib import suppress
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
@@ -46,6 +47,7 @@ ROUTES = frozenset(
 """What is served; every other route of vLLM's needs --allow-route."""
 _RESPONSE_ROUTE = re.compile(r"/v1/responses/[^/]+(/cancel)?")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
+_LAST_WORD_SECONDS = 1
 _NOT_LOGGED = frozenset({LIVENESS, *READINESS, METRICS})
 
 
@@ -102,10 +104,12 @@ class FrontEnd:
             if not service.has_given_up:
                 raise
             record.had_error = True
-            if answer.is_begun:
-                await answer.break_off(service.too_late())
-            else:
-                await _answer_refusal(service.too_late(), answer)
+            with suppress(TimeoutError):  # of a client that does not read
+                async with asyncio.timeout(_LAST_WORD_SECONDS):
+                    if answer.is_begun:
+                        await answer.break_off(service.too_late())
+                    else:
+                        await _answer_refusal(service.too_late(), answer)
         except Exception as error:  # out of a stream: vLLM's own handlers take the others
             if answer.is_begun:
                 raise

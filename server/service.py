@@ -229,15 +229,22 @@ class Service:
     async def _drain(self) -> None:
         """Let what runs finish, for as long as --shutdown-timeout says; then end."""
         timeout = self._args.shutdown_timeout
+        deadline = asyncio.get_running_loop().time() + timeout
         logger.info("Shutting down: %d requests have up to %d s", len(self._in_flight), timeout)
         with suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout_at(deadline):
                 while self._in_flight:
                     await asyncio.sleep(0.05)
         self._abort_all()
         while self._in_flight:
             await asyncio.sleep(0.02)
-        self._app.state.server.should_exit = True
+        self._end(deadline - asyncio.get_running_loop().time())
+
+    def _end(self, seconds: float) -> None:
+        """End the process, after at most `seconds` for clients that have not read their answers."""
+        server = self._app.state.server
+        server.config.timeout_graceful_shutdown = max(seconds, 1)
+        server.should_exit = True
 
     def _abort_all(self) -> None:
         self.has_given_up = True
@@ -254,7 +261,7 @@ class Service:
         self._is_draining = True
         self._show_readiness()
         await asyncio.sleep(1)  # for the requests in flight to get their errors
-        self._app.state.server.should_exit = True
+        self._end(0)
 
 
 def _metrics_token(path: Path | None) -> bytes | None:

@@ -18,7 +18,8 @@ from benchmarks.serving.monitor import monitor
 from benchmarks.serving.record import RefusedRunError, Request, Run, Settings
 from benchmarks.serving.workloads import Workload
 from server.options import DEFAULT_MODEL as DEFAULT_MODEL_PATH
-from tests.server.process import REPOSITORY, Metrics, Server, serve
+from server.options import REPOSITORY
+from tests.server.process import Metrics, Server, serve
 
 COUNTERS = (
     "vllm:generation_tokens_total",

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from statistics import median
 
 import pytest
 
 from benchmarks import long_decode
 from benchmarks.decoder import BLOCK_SIZE
+from benchmarks.engine_pair import REPOSITORY
 from benchmarks.long_decode import Curve, Turn
 from randkv.config import RandKVConfig
 from tests.engine.models import make_tiny_model
@@ -20,7 +21,19 @@ LENGTHS = (600, 1000)
 
 def test_growth_leaves_out_what_the_engines_differ_by() -> None:
     turns = {600: [Turn(0.04, 0.02), Turn(0.05, 0.05)], 6000: [Turn(0.06, 0.02), Turn(0.04, 0.04)]}
-    assert Curve("dense", "dense", turns).growth(6000) == pytest.approx([1.5, 1])
+    assert Curve("dense", "dense", turns).growth(6000) == pytest.approx([2, 2 / 3])
+
+
+def test_stored_turns_make_the_report_again_and_nothing_else_does(tmp_path: Path) -> None:
+    (path,) = (REPOSITORY / "benchmarks" / "results" / "long-decode").glob("*.json")
+    rows = long_decode.report(long_decode.read(path)).splitlines()
+    assert rows[0] == "| output tokens | dense | KV blocks | randkv-256 | KV blocks |"
+    assert [len(row.split("|")) for row in rows] == [7] * 8
+    broken = tmp_path / "long-decode.json"
+    for text, reason in (("[", "Invalid JSON"), ("{}", "and 2 more"), ('{"x": 1}', "ended_at")):
+        broken.write_text(text)
+        with pytest.raises(long_decode.WrongRunError, match=reason):
+            long_decode.read(broken)
 
 
 def test_a_long_decode_is_timed_by_length_and_refused_when_rounds_are_missing(
@@ -39,8 +52,10 @@ def test_a_long_decode_is_timed_by_length_and_refused_when_rounds_are_missing(
     for length in LENGTHS:
         assert len(curve.turns[length]) == long_decode.TURNS
         assert 0 < curve.blocks[length] <= -(-CONFIG.max_physical_len // BLOCK_SIZE)
-    assert curve.growth(600) == [1] * long_decode.TURNS
-    curves = long_decode.curves_of(json.loads(json.dumps(long_decode.record([curve]))))
+    assert median(curve.growth(600)) == pytest.approx(1)
+    stored = tmp_path / "long-decode.json"
+    stored.write_text(long_decode.measured(arms).model_dump_json())
+    curves = long_decode.read(stored)
     assert curves == [curve]
     rows = long_decode.report(curves).splitlines()
     assert rows[0] == "| output tokens | randkv-96 | KV blocks |"

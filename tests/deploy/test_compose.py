@@ -122,7 +122,7 @@ class Deployment:
 
     def is_ready(self) -> bool:
         try:
-            with urllib.request.urlopen(self.url + "/ready"):
+            with urllib.request.urlopen(self.url + "/ready", timeout=20):
                 return True
         except urllib.error.HTTPError as error:
             if error.code == 503:
@@ -326,7 +326,9 @@ def test_stopping_drains(deployment: Deployment) -> None:
     next(chunks)
     stopping = threading.Thread(target=deployment.compose, args=("stop", "server-cpu"))
     stopping.start()
+    deadline = time.monotonic() + 20
     while deployment.is_ready():
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     with pytest.raises(InternalServerError, match="shutting down"):
         deployment.chat("dense", 1)

@@ -128,6 +128,27 @@ def test_what_does_not_end_in_time_is_cut_off(small_model: list[str], tmp_path: 
         assert server.process.wait(timeout=60) == 0
 
 
+def test_a_client_that_does_not_read_holds_up_no_shutdown(
+    small_model: list[str], tmp_path: Path
+) -> None:
+    fields = {"n": 8, "temperature": 1, "logprobs": True, "top_logprobs": 20}
+    body = json.dumps(chat(stream=True, **{**LONG, **fields})).encode()
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    with serve(tmp_path, *small_model, "--shutdown-timeout", "1") as server, socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        one.connect(("127.0.0.1", server.port))
+        one.sendall(head.encode() + body)
+        # 8 samples of about 2 KB a token: far more than the sockets and the server's buffer hold.
+        wait_until(
+            lambda: server.metrics().total("vllm:generation_tokens_total") > 8000, 60, "tokens"
+        )
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=30) == 0
+
+
 def test_a_dead_engine_fails_readiness_and_ends_the_server_with_an_error(
     small_model: list[str], tmp_path: Path
 ) -> None:
