@@ -114,39 +114,36 @@ def test_sigterm_drains_refuses_new_requests_and_exits_with_0(
         wait_until(lambda: not any(map(is_alive, pids)), 10, "no engine process is left")
 
 
-def test_what_does_not_end_in_time_is_cut_off(small_model: list[str], tmp_path: Path) -> None:
-    with serve(tmp_path, *small_model, "--shutdown-timeout", "1") as server:
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            running = pool.submit(server.chat, n=16, temperature=1, **LONG)
-            stream = open_stream(server)
-            wait_until(lambda: server.running() == 17, 20, "the requests run")
-            server.process.send_signal(signal.SIGTERM)
-            assert running.result().status == 503
-            *_, error, done = stream.read().split(b"\n\n")[:-1]  # a whole body, with an end
-        assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == 503
-        assert done == b"data: [DONE]"
-        assert server.process.wait(timeout=60) == 0
-
-
-def test_a_client_that_does_not_read_holds_up_no_shutdown(
-    small_model: list[str], tmp_path: Path
-) -> None:
+def ask_and_not_read(server: Server) -> socket.socket:
+    """A stream of 8 samples, about 2 KB a token of each, into a small buffer."""
     fields = {"n": 8, "temperature": 1, "logprobs": True, "top_logprobs": 20}
     body = json.dumps(chat(stream=True, **{**LONG, **fields})).encode()
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
     )
-    with serve(tmp_path, *small_model, "--shutdown-timeout", "1") as server, socket.socket() as one:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        one.connect(("127.0.0.1", server.port))
-        one.sendall(head.encode() + body)
-        # 8 samples of about 2 KB a token: far more than the sockets and the server's buffer hold.
-        wait_until(
-            lambda: server.metrics().total("vllm:generation_tokens_total") > 8000, 60, "tokens"
-        )
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(timeout=30) == 0
+    one = socket.socket()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    one.connect(("127.0.0.1", server.port))
+    one.sendall(head.encode() + body)
+    return one
+
+
+def test_what_does_not_end_in_time_is_cut_off(small_model: list[str], tmp_path: Path) -> None:
+    """A client that does not read holds nothing up."""
+    with serve(tmp_path, *small_model, "--shutdown-timeout", "1") as server:
+        counter = "vllm:generation_tokens_total"
+        with concurrent.futures.ThreadPoolExecutor(1) as pool, ask_and_not_read(server):
+            wait_until(lambda: server.metrics().total(counter) > 2000, 60, "its buffers are full")
+            running = pool.submit(server.chat, n=8, temperature=1, **LONG)
+            stream = open_stream(server)
+            wait_until(lambda: server.running() == 17, 20, "the requests run")
+            server.process.send_signal(signal.SIGTERM)
+            assert running.result().status == 503
+            *_, error, done = stream.read().split(b"\n\n")[:-1]  # a whole body, with an end
+            assert server.process.wait(timeout=30) == 0
+        assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == 503
+        assert done == b"data: [DONE]"
 
 
 def test_a_dead_engine_fails_readiness_and_ends_the_server_with_an_error(
