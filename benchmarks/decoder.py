@@ -8,51 +8,65 @@ a step each; their seconds, and the rounds that the request has run and the bloc
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import sys
 import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.engine_pair import answer_commands, own_stdout
+
+if TYPE_CHECKING:
+    from tests.engine.harness import Engine
 
 PROMPT_LEN = 64
 BLOCK_SIZE = 16
 
 
+class Decoder:
+    """What the commands do."""
+
+    def __init__(self, running: Engine, max_tokens: int) -> None:
+        self._running = running
+        self._max_tokens = max_tokens
+        self._worker = running.runner.kv_cache_policy
+        self._num_started = self._rounds_before = 0
+
+    def answer(self, command: str, *arguments: str) -> dict[str, Any]:
+        return self._start() if command == "start" else self._step(int(arguments[0]))
+
+    def _start(self) -> dict[str, Any]:
+        if self._num_started:
+            self._running.llm.llm_engine.abort_request([f"r{self._num_started}"])
+            self._running.run()
+        self._num_started += 1
+        self._rounds_before = self._worker.num_rounds
+        rng = random.Random(5)
+        prompt = [rng.randrange(2, 500) for _ in range(PROMPT_LEN)]
+        self._running.add(f"r{self._num_started}", prompt, self._max_tokens)
+        return {}
+
+    def _step(self, num_steps: int) -> dict[str, Any]:
+        seconds = []
+        for _ in range(num_steps):
+            began = time.perf_counter()
+            self._running.step()
+            seconds.append(time.perf_counter() - began)
+        return {
+            "seconds": seconds,
+            "rounds": self._worker.num_rounds - self._rounds_before,
+            "blocks": self._running.num_blocks - self._running.pool.get_num_free_blocks(),
+        }
+
+
 def main() -> int:
     model, policy, max_len = sys.argv[1:]
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what vLLM prints goes elsewhere
-    from pathlib import Path
-
+    answers = own_stdout()
     from tests.engine.harness import engine
 
-    rng = random.Random(5)
-    prompt = [rng.randrange(2, 500) for _ in range(PROMPT_LEN)]
     options = {"max_model_len": int(max_len), "block_size": BLOCK_SIZE, "dtype": "auto"}
-    num_started = rounds_before = 0
     with engine(Path(model), kv_cache_policy=policy, **options) as running:
-        worker = running.runner.kv_cache_policy
-        for line in sys.stdin:
-            command, *arguments = line.split()
-            if command == "start":
-                if num_started:
-                    running.llm.llm_engine.abort_request([f"r{num_started}"])
-                    running.run()
-                num_started += 1
-                rounds_before = worker.num_rounds
-                running.add(f"r{num_started}", prompt, int(max_len) - PROMPT_LEN)
-                answers.write("{}\n")
-            else:
-                seconds = []
-                for _ in range(int(arguments[0])):
-                    began = time.perf_counter()
-                    running.step()
-                    seconds.append(time.perf_counter() - began)
-                rounds = worker.num_rounds - rounds_before
-                blocks = running.num_blocks - running.pool.get_num_free_blocks()
-                answer = {"seconds": seconds, "rounds": rounds, "blocks": blocks}
-                answers.write(json.dumps(answer) + "\n")
-            answers.flush()
+        answer_commands(answers, Decoder(running, int(max_len) - PROMPT_LEN).answer)
     return 0
 
 

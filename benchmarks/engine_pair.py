@@ -13,10 +13,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from benchmarks import spread
 
@@ -68,6 +68,20 @@ class Worker:
         self._process.stdout.close()
         self._process.wait()
         self._log.close()
+
+
+def own_stdout() -> TextIO:
+    """Standard output for answers alone: what vLLM prints goes to standard error from here on."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
+def answer_commands(answers: TextIO, answer: Callable[..., dict[str, Any]]) -> None:
+    """The other end of `Worker.ask`: ``answer(command, *arguments)`` for every line."""
+    for line in sys.stdin:
+        answers.write(json.dumps(answer(*line.split())) + "\n")
+        answers.flush()
 
 
 def compare(ours: Worker, other: Worker, num_pairs: int, num_tokens: int) -> list[float]:

@@ -9,12 +9,13 @@ unpatched one does not know.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import sys
 import time
 from typing import Any
+
+from benchmarks.engine_pair import answer_commands, own_stdout
 
 NUM_REQUESTS = 24
 NUM_RECORDED_TOKENS = 150
@@ -65,26 +66,24 @@ def run(llm: Any, max_tokens: int) -> tuple[dict[str, list[int]], list[int]]:
 
 
 def main() -> int:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what vLLM prints goes elsewhere
+    answers = own_stdout()
     llm = start(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None)
     run(llm, NUM_RECORDED_TOKENS)  # warm up
-    for line in sys.stdin:
-        command, *arguments = line.split()
+
+    def answer(command: str, *arguments: str) -> dict[str, Any]:
         if command == "time":
             began = time.perf_counter()
             run(llm, int(arguments[0]))
-            answer: dict[str, Any] = {"seconds": time.perf_counter() - began}
-        else:
-            tokens, free_blocks = run(llm, NUM_RECORDED_TOKENS)
-            scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-            answer = {
-                "tokens": tokens,
-                "free_blocks": free_blocks,
-                "is_patched": hasattr(scheduler, "kv_cache_policy"),
-            }
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+            return {"seconds": time.perf_counter() - began}
+        tokens, free_blocks = run(llm, NUM_RECORDED_TOKENS)
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        return {
+            "tokens": tokens,
+            "free_blocks": free_blocks,
+            "is_patched": hasattr(scheduler, "kv_cache_policy"),
+        }
+
+    answer_commands(answers, answer)
     return 0
 
 

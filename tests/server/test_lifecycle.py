@@ -42,15 +42,20 @@ def open_stream(server: Server, **fields: object) -> http.client.HTTPResponse:
     return answer
 
 
-def hang_up(server: Server, request_id: str, **fields: object) -> None:
-    """Ask, wait until the engine works on it, and go without an answer."""
+def raw_request(request_id: str, **fields: object) -> bytes:
+    """A chat completion request as it is on the wire."""
     body = json.dumps(chat(**{**LONG, **fields})).encode()
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         f"X-Request-Id: {request_id}\r\nContent-Length: {len(body)}\r\n\r\n"
     )
+    return head.encode() + body
+
+
+def hang_up(server: Server, request_id: str, **fields: object) -> None:
+    """Ask, wait until the engine works on it, and go without an answer."""
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(head.encode() + body)
+        connection.sendall(raw_request(request_id, **fields))
         wait_until(lambda: server.running() > 0, 20, "the request runs")
 
 
@@ -110,22 +115,17 @@ def test_sigterm_drains_refuses_new_requests_and_exits_with_0(
         assert int(refused.headers["retry-after"]) > 0
         assert answered.status == 200
         assert answered.json["usage"]["completion_tokens"] == 1500
-        assert server.process.wait(timeout=60) == 0  # counted from the answer
+        assert server.process.wait(timeout=60) == 0
         wait_until(lambda: not any(map(is_alive, pids)), 10, "no engine process is left")
 
 
 def ask_and_not_read(server: Server) -> socket.socket:
     """A stream of 8 samples, about 2 KB a token of each, into a small buffer."""
     fields = {"n": 8, "temperature": 1, "logprobs": True, "top_logprobs": 20}
-    body = json.dumps(chat(stream=True, **{**LONG, **fields})).encode()
-    head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\n\r\n"
-    )
     one = socket.socket()
     one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     one.connect(("127.0.0.1", server.port))
-    one.sendall(head.encode() + body)
+    one.sendall(raw_request("unread", stream=True, **fields))
     return one
 
 
